@@ -355,10 +355,11 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
     name = one_line(" ".join(job_overrides())) if sweeping else ""
     if sweeping and not leaves_line:
         print(f"\njob {settings.job.num}: {name}", flush=True)
+    caveat = ""
     if sweeping and not _is_trial():
         use_sweep_time()
         remove_keys(config, keys_left_out_of_job())
-        _raise_eps(config, name)
+        caveat = _raise_eps(config, name)
     finished = _finished_before(config, folder, sweeping)
     if finished is not None:
         # The other processes find the result, too, and leave.
@@ -371,7 +372,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
     reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
     spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
     composed: Any = OmegaConf.to_container(config)
-    invocation = replace(job_invocation(sweeping), composed_config=composed)
+    invocation = replace(job_invocation(sweeping), composed_config=composed, caveat=caveat)
     torchrun.publish(torchrun.START_KEY, folder)
     is_first = "runner.modes.run" not in sys.modules
     with rare_garbage_collection():
@@ -394,12 +395,15 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
     return result
 
 
-def _raise_eps(config: DictConfig, job: str) -> None:
+def _raise_eps(config: DictConfig, job: str) -> str:
     """Raise an optimizer's eps, unless it was typed, to what a preset asks for the precision.
 
     Args:
         config: of a job.
         job: its overrides.
+
+    Returns:
+        A sentence on it for the report; empty if eps stays.
     """
     settings = HydraConfig.get()
     least = settings.callbacks["sweep"].least_eps.get(settings.runtime.choices["precision"], 0.0)
@@ -407,7 +411,10 @@ def _raise_eps(config: DictConfig, job: str) -> None:
     is_typed = "optimizer.eps" in map(override_key, job_overrides())
     if isinstance(eps, float) and eps < least and not is_typed:
         config.optimizer.eps = least
-        print(f"{job}: optimizer.eps={least:g} in place of {eps:g}, too small for this precision")
+        change = f"optimizer.eps={least:g} in place of {eps:g}"
+        print(f"{job}: {change}, too small for this precision")
+        return f"trained with {change}, which its difference to others may come from."
+    return ""
 
 
 def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":

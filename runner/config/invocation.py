@@ -91,6 +91,7 @@ class Invocation:
         sweep: id of the sweep, None for a single run.
         config_dir: folder of the user's own configs.
         omitted_keys: keys that the sweep sets and that this job's precision does not take.
+        caveat: sentence on how the job was changed to fit its precision.
         composed_config: the composed config with its interpolations unresolved, so that values of
             a checkpoint can still be merged into it; None where there is only the spec.
         given: keys in place of whose values a Python program gave objects, by the objects' roles.
@@ -104,6 +105,7 @@ class Invocation:
     sweep: str | None = None
     config_dir: str | None = None
     omitted_keys: tuple[str, ...] = ()
+    caveat: str = ""
     composed_config: Mapping[str, Any] | None = field(default=None, repr=False)
     given: Mapping[str, str] = field(default_factory=dict)
     is_trusted: bool = True

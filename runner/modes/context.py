@@ -194,6 +194,8 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
     emulated = run.precision.emulated
     if emulated:  # its speed is that of the emulation, not of the precision
         summary = summary | {"examples_per_second": None, "step_ms": None}
+    if invocation.caveat:
+        summary = summary | {"caveats": [invocation.caveat, *summary.get("caveats", ())]}
     return RunResult(
         precision=run.precision.name,
         label=run.label,

@@ -28,7 +28,7 @@ from runner.modes.result import UNTRIED, RunResult, page_lines
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table
-from runner.sweeps.report.conclusion import conclusion_text
+from runner.sweeps.report.conclusion import conclusion_text, next_command
 from runner.sweeps.report.load import (
     JOB_RESULTS_FOLDER,
     SweepData,
@@ -39,6 +39,7 @@ from runner.sweeps.report.pages import answer_record, summary_markdown, write_re
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text, with_longer_lists
+from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.dashboard import sweep_links
 from runner.tracking.journal import latest_journal
@@ -46,7 +47,7 @@ from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console
 from runner.utils.errors import RunnerError
 from runner.utils.folder_lock import folder_lock
-from runner.utils.formatting import grouped, now_ms
+from runner.utils.formatting import grouped, now_ms, relative_path
 from runner.utils.layout import VERDICT
 from runner.utils.markup import markdown_code
 from runner.utils.other_programs import OtherPrograms
@@ -153,6 +154,9 @@ class Sweep:
         if self._has_begun:
             return
         self._has_begun = True
+        if self.manifest.jobs > 1:
+            jobs = f"{self.manifest.jobs} jobs in {relative_path(self.folder)}"
+            print(sanitize(f"{self._name}; {jobs}"), flush=True)
         self._others = OtherPrograms()
         if not self.joins_other_sweep:
             self._open_parent_run(self._name, self._former)
@@ -236,12 +240,17 @@ class Sweep:
             _print_results(console, results)
         if self._early_end:
             console.print(sanitize(self._early_end), markup=False, soft_wrap=True)
+        # Before the report: its charts and its upload take seconds.
+        if not self.joins_other_sweep:
+            _print_conclusion(console, data)
         jobs_file = self._store_report(data)
         error = f"{failed} of {len(results)} jobs did not finish." if failed else None
         run_status: Status = "FAILED" if status or failed else "FINISHED"
         # 128 + the signal's number: a stop, by a shell's convention.
         self.tracker.close("KILLED" if status > 128 else run_status, error)
-        _print_conclusion(console, self._add_jobs_of_other_machines(console, data, jobs_file))
+        of_all = self._add_jobs_of_other_machines(console, data, jobs_file)
+        if of_all is not data or self.joins_other_sweep:
+            _print_conclusion(console, of_all)
         # A sweep that was refused before its first job would be refused again: no location.
         if results or status != 2:
             self._print_locations(console, results)
@@ -343,7 +352,7 @@ class Sweep:
 def _print_results(console: Console, results: Sequence[RunResult]) -> None:
     """Print a row for each job, then each error with the jobs that failed by it."""
     console.print()
-    console.print(sweep_table(results))
+    console.print(sweep_table(results, console.width))
     pairs = []
     for result in results:
         # One text for all precisions that lack the same. Later in an error, as in a command to
@@ -363,7 +372,10 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
     if data.advice:
         advice_page.print_advice(console, data.advice)
         return
-    console.print(conclusion_text(data))
+    console.print(conclusion_text(data), soft_wrap=True)
+    command = next_command(data, compare_with_baselines(data.results))
+    if command and not data.no_answer:  # which says how to resume below
+        console.print(f"Next: {command}", soft_wrap=True)
 
 
 def end_if_failed(folder: Path) -> bool:

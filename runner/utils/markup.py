@@ -22,6 +22,10 @@ COLUMN_GAP_REM = 1.2
 """Width of the space between two columns, in rem."""
 MAX_NOTE_LINE_CHARS = 18
 """Characters of a note that should stand on one line."""
+MIN_TERMINAL_COLUMNS = 3
+"""Columns of a table in the narrowest terminal."""
+# Characters of a line of text in a table for a terminal, the first that fits.
+_TEXT_LIMITS = (None, 60, 40, 28, 20)
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page inside a notebook."""
 Tone = Literal["", "good", "bad", "quiet"]
@@ -175,28 +179,59 @@ def _markdown_table(table: Table) -> str:
     return "\n".join([first, f"|{'|'.join(alignments)}|", *rest])
 
 
-def terminal_table(table: Table, title: str, wraps: bool = True) -> "TerminalTable":
+def terminal_table(table: Table, title: str, width: int, wraps: bool = True) -> "TerminalTable":
     """Return a table for the terminal, each cell's note under its text.
+
+    Where it does not fit, texts and heads take more lines, then the last columns are left out.
 
     Args:
         table: of a page.
         title: above the table.
-        wraps: whether long words are broken into lines; else columns of words keep to one line.
+        width: of the terminal, in characters.
+        wraps: whether texts may take several lines, except those of the first column.
+    """
+    for limit in _TEXT_LIMITS:
+        shown = _terminal_table(table, limit, wraps)
+        if _natural_width(shown) <= width:
+            break
+    while _natural_width(shown) > width and len(shown.columns) > MIN_TERMINAL_COLUMNS:
+        shown.columns.pop()
+    is_cut = len(shown.columns) < len(table.head)
+    shown.title = f"{title} (all columns are in the report)" if is_cut else title
+    return shown
+
+
+def _terminal_table(table: Table, limit: int | None, wraps: bool) -> "TerminalTable":
+    """Return a table for the terminal.
+
+    Args:
+        table: of a page.
+        limit: characters of a line in texts, which also breaks heads into lines; None for any.
+        wraps: see terminal_table.
     """
     from rich.table import Table as TerminalTable
 
-    shown = TerminalTable(title=title, title_justify="left")
+    shown = TerminalTable(title_justify="left")
     for i, name in enumerate(table.head):
         is_text = i in table.words
         shown.add_column(
-            name,
+            re.sub(" (?!×)", "\n", name) if limit else name,
             justify="left" if is_text else "right",
             overflow="fold" if wraps else "ellipsis",
-            no_wrap=is_text and not wraps,
+            no_wrap=is_text and (not wraps or i == 0),
+            max_width=limit if wraps and i else None,
         )
     for row in table.rows:
         shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
     return shown
+
+
+def _natural_width(table: "TerminalTable") -> int:
+    """Return the characters that a table takes without another line break."""
+    from rich.console import Console
+
+    console = Console(width=10_000, force_jupyter=False)
+    return console.measure(table).maximum
 
 
 def escape_line_start(text: str) -> str:

@@ -138,7 +138,7 @@ def test_unavailable_precisions_are_reported_apart_from_failures(sweep, tmp_path
     assert sweep("accelerator=cpu", "precision=tf32,16-true").rc == 1  # its eps is refused
 
 
-@pytest.mark.parametrize(("names", "status"), [("32-true,", 0), ("", 2)])
+@pytest.mark.parametrize(("names", "status"), [("32-true,16-true,", 0), ("", 2)])
 def test_what_refuses_the_model_is_not_tried_by_a_preset(quick, tmp_path, names, status):
     words = ("accelerator=cpu", "model.hidden=[10]", "precision.emulate=true")
     preset = ("sweep=every_precision", "hydra/launcher=basic")
@@ -147,6 +147,9 @@ def test_what_refuses_the_model_is_not_tried_by_a_preset(quick, tmp_path, names,
     assert "error:" not in done.stderr
     assert done.stdout.count("not tried, because precision=") == 2
     assert "would convert nothing of the model" in done.stdout
+    # The preset gives it an eps of its own, which the comparison says.
+    raised = "16-true: trained with optimizer.eps=0.0001 in place of 1e-08, which its difference"
+    assert (raised in done.stdout) == ("16-true" in names)
     assert [job["status"] for job in job_results(tmp_path)][-2:] == ["refused", "refused"]
     (manifest,) = tmp_path.glob("outputs/sweeps/*/sweep.json")
     assert json.loads(manifest.read_text())["finished"]

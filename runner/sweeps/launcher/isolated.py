@@ -338,5 +338,5 @@ def begin_launch(config: DictConfig, launched: int, at_once: int) -> None:
     if Sweep.current is not None:
         # A search launches its trials in several calls, and says in n_trials how many there are.
         planned = config.hydra.sweeper.get("n_trials", 0)
-        Sweep.current.begin()
         Sweep.current.update_manifest(jobs=max(launched, planned), jobs_at_once=at_once)
+        Sweep.current.begin()

@@ -290,7 +290,8 @@ def print_advice(console: Console, advice: Advice) -> None:
     if gate is not None:
         console.print(gate_sentence(gate), soft_wrap=True)
         return
-    console.print(terminal_table(advice_table(advice), "which precision?"))
+    table = terminal_table(advice_table(advice), "which precision?", console.width)
+    console.print(table)
     sentences = filter(None, [advice_sentence(advice), other_sentences(advice)])
     console.print(" ".join(sentences), soft_wrap=True)
     command = next_command(advice)

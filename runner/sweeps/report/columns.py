@@ -409,10 +409,10 @@ def _cell(value: Value) -> Cell:
     return Cell(value if isinstance(value, str) else format_number(value))
 
 
-def sweep_table(results: Sequence[RunResult]) -> TerminalTable:
-    """Return the terminal's table of a sweep, one row per job."""
+def sweep_table(results: Sequence[RunResult], width: int) -> TerminalTable:
+    """Return the table of a sweep for a terminal of a width, one row per job."""
     precisions = sorted({result.trained_in for result in results if result.trained_in})
     title = "sweep"
     if precisions:
         title = f"sweep; change: from the checkpoint's own {', '.join(precisions)}"
-    return terminal_table(jobs_table(results, is_terminal=True), title, wraps=False)
+    return terminal_table(jobs_table(results, is_terminal=True), title, width, wraps=False)

@@ -7,9 +7,11 @@ rate or a model.
 """
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from runner.config.invocation import given_keys
 from runner.modes.result import shared_settings
 from runner.sweeps.report.load import SweepData
 from runner.sweeps.report.wording import (
@@ -88,6 +90,28 @@ def conclusion_text(data: SweepData) -> str:
     return " ".join(
         [data.no_answer or conclusion_sentence(compared), *reservations(data, compared)]
     )
+
+
+def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
+    """Return the command that resumes a sweep without an answer, or else that trains once in the
+    precision that it recommends; empty without one."""
+    if data.no_answer:
+        return data.resume_command
+    pick = recommended_precision(compared)
+    if pick is None or len(data.commands) != 1 or given_keys():
+        return ""
+    program, words = data.commands[0].split()[:3], shlex.split(data.commands[0])[3:]
+    left_out = (
+        "-",
+        "precision=",
+        "seed=",
+        "sweep",
+        "hydra",
+        "launcher=",
+        *pick.group.jobs[0].left_out,
+    )
+    kept = [word for word in words if not word.lstrip("+").startswith(left_out)]
+    return quote_command([*program, *kept, f"precision={pick.group.precision}"])
 
 
 def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:

@@ -28,6 +28,7 @@ from runner.sweeps.report.conclusion import (
     NO_BASELINE_REASON,
     conclusion_sentence,
     failure_sentence,
+    next_command,
     recommended_precision,
     reservations,
     settings_blocks,
@@ -222,8 +223,9 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     for note in data.notes:
         yield Text(note)
     yield Text(data.no_answer or conclusion_sentence(compared), "answer")
-    if data.no_answer and data.resume_command:
-        yield Commands([data.resume_command])
+    command = next_command(data, compared)
+    if command:
+        yield Commands([command])
     yield from map(Text, reservations(data, compared))
     if not compared:
         return

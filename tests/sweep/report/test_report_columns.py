@@ -18,7 +18,7 @@ def text_of(*results: RunResult) -> str:
     console = plain_console()
     console.width = 200
     with console.capture() as captured:
-        console.print(sweep_table(results))
+        console.print(sweep_table(results, 200))
     return captured.get()
 
 
