@@ -30,6 +30,7 @@ from runner.precision.conversion_proof import (
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
+from runner.training.expert_loads import ExpertLoads
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import (
     BuiltModel,
@@ -43,6 +44,7 @@ from runner.training.setup import TrainingSetup, build_state
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
+from runner.utils.layout import ROUTERS
 from runner.utils.module_tape import ModuleTape
 from runner.utils.reproducibility import saved_forward_state, seed_all
 
@@ -340,6 +342,7 @@ class FirstStepProof:
         self.computation: dict[str, Any] = {}
         self._run = run
         self._state = state
+        self._loads = ExpertLoads(state.plain_model)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -376,5 +379,10 @@ class FirstStepProof:
         run.save_json("conversion.json", self.report.to_list())
 
     def describe(self) -> None:
-        """Warn of what the first step did not compute as asked."""
+        """Warn of what the first step did not compute as asked, and save what routers chose."""
+        choices = self._loads.choices()
+        self._loads.close()
+        # A step on the weights that training starts from: precisions have them in common.
+        if choices and self._state.step == 1:
+            self._run.save_json(ROUTERS, choices)
         self.computation = describe_computation(self._run, self.probe, self.report)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.special import entr
 
+MAX_CHOICES = 1024
+"""Tokens whose experts are told, of each layer."""
+
 
 class ExpertLoads:
     """The choices of the routers in the last forward in training mode.
@@ -55,6 +58,14 @@ class ExpertLoads:
             gauges[f"experts/entropy/{name}"] = entr(shares).sum(-1).mean()
             gauges[f"experts/idle/{name}"] = (tokens == 0).sum()
         return gauges
+
+    def choices(self) -> dict[str, list[list[int]]]:
+        """Return the sorted numbers of the experts of each token, of MAX_CHOICES at most, by
+        layer."""
+        return {
+            name: index[:MAX_CHOICES].sort(-1).values.tolist()
+            for name, (_, index, _) in self._choices.items()
+        }
 
     def close(self) -> None:
         """Remove the hooks."""

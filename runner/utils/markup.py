@@ -24,8 +24,8 @@ MAX_NOTE_LINE_CHARS = 18
 """Characters of a note that should stand on one line."""
 MIN_TERMINAL_COLUMNS = 3
 """Columns of a table in the narrowest terminal."""
-# Characters of a line of text in a table for a terminal, the first that fits.
-_TEXT_LIMITS = (None, 60, 40, 28, 20)
+# Characters of a line of text where a table does not fit the terminal, the first that fits.
+_TEXT_LIMITS = (60, 40, 28, 20)
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page inside a notebook."""
 Tone = Literal["", "good", "bad", "quiet"]
@@ -190,10 +190,10 @@ def terminal_table(table: Table, title: str, width: int, wraps: bool = True) -> 
         width: of the terminal, in characters.
         wraps: whether texts may take several lines, except those of the first column.
     """
+    shown = _terminal_table(table, None, wraps)
     for limit in _TEXT_LIMITS:
-        shown = _terminal_table(table, limit, wraps)
-        if _natural_width(shown) <= width:
-            break
+        if _natural_width(shown) > width:
+            shown = _terminal_table(table, limit, wraps)
     while _natural_width(shown) > width and len(shown.columns) > MIN_TERMINAL_COLUMNS:
         shown.columns.pop()
     is_cut = len(shown.columns) < len(table.head)

@@ -10,6 +10,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from runner.config.invocation import given_keys
 from runner.modes.result import shared_settings
@@ -37,7 +38,7 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
 )
 from runner.sweeps.verdict.statistics import Verdict, quality_difference
-from runner.utils.formatting import format_number, grouped
+from runner.utils.formatting import format_number, format_percent, grouped
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 from runner.utils.other_programs import busy_sentence
 from runner.utils.terminal import quote_command
@@ -120,9 +121,19 @@ def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
     sentences = [
         failure_sentence(compared, data.missing_jobs_clause),
         *caveats_of(comparison.group for comparison in compared),
+        _flips_sentence(data),
         busy_sentence(data.busy) if any(result.is_on_cpu for result in data.results) else "",
     ]
     return [*filter(None, sentences)]
+
+
+def _flips_sentence(data: SweepData) -> str:
+    """Return how many tokens the routers of a mixture sent elsewhere; empty without routers."""
+    flips = {name: fmean(layers.values()) for name, layers in data.router_flips.items()}
+    if not flips:
+        return ""
+    texts = join_names(f"{name} {format_percent(share)}" for name, share in flips.items())
+    return f"Tokens with other experts than in {BASELINE}, in the first step: {texts}."
 
 
 def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:

@@ -12,22 +12,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from runner.config.resolve import leaves
-from runner.modes.result import RunResult, Status, read_results
+from runner.modes.result import RunResult, Status, read_results, shared_settings
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text
+from runner.sweeps.verdict.compare import BASELINE, group_name
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking import history
 from runner.tracking.history import Curve
 from runner.utils.files import read_text, write_json
 from runner.utils.formatting import shorten_override
-from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
+from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT, ROUTERS
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command
 
@@ -98,11 +100,14 @@ class Job:
     Attributes:
         curves: by metric name, see _CURVE_METRICS; empty for a job that never trained.
         read_settings: reads what the job ran with, which not every report needs.
+        router_choices: of a mixture of experts, the experts of each token in the first step, by
+            layer.
     """
 
     result: RunResult
     curves: Mapping[str, Curve] = field(default_factory=dict)
     read_settings: Callable[[], JobSettings] = JobSettings
+    router_choices: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,31 @@ class SweepData:
         return rank_precisions(self.results, self.advise_settings)
 
     @property
+    def router_flips(self) -> dict[str, dict[str, float]]:
+        """Return by group and layer the share of tokens whose experts are others than in 32-true.
+
+        It is of the first step, on equal weights and batches, and the mean over seeds. Empty for
+        models without routers.
+        """
+
+        def key(job: Job) -> tuple[object, ...]:
+            return job.result.seed, job.result.device, shared_settings(job.result.settings)
+
+        baselines = {key(job): job for job in self.jobs if job.result.precision == BASELINE}
+        shares: dict[str, dict[str, list[float]]] = {}
+        for job in self.jobs:
+            own = baselines.get(key(job), job)
+            for layer, chosen in job.router_choices.items():
+                pairs = [*zip(chosen, own.router_choices.get(layer, ()), strict=False)]
+                if own is not job and pairs:
+                    of_layer = shares.setdefault(group_name(job.result), {}).setdefault(layer, [])
+                    of_layer.append(fmean(a != b for a, b in pairs))
+        return {
+            group: {layer: fmean(values) for layer, values in layers.items()}
+            for group, layers in shares.items()
+        }
+
+    @property
     def no_answer(self) -> str:
         """Return that the sweep has no answer before it is resumed; empty if every job ended."""
         statuses = [result.status for result in self.results]
@@ -194,7 +224,11 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
         # A result names the folder where its job ran; the sweep may have been moved since.
         job_folder = folder / Path(result.folder).name
         curves = history.from_folder(job_folder)
-        jobs.append(Job(result, curves, partial(read_settings, job_folder)))
+        text = ""
+        with suppress(OSError, ValueError):
+            text = read_text(job_folder / ROUTERS)
+        settings = partial(read_settings, job_folder)
+        jobs.append(Job(result, curves, settings, _router_choices(text)))
     commands = [quote_command(manifest.command)]
     settings = AdviseSettings.read(folder)
     lists = [text.partition("=")[2] for text in manifest.overrides if text.startswith("precision=")]
@@ -266,7 +300,10 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         if run is not None:
             # The exact history that the run stored, else the store's own points.
             curves = reader.history(run.run_id, _CURVE_METRICS)
-            job = Job(result, curves, partial(stored_settings, reader, run))
+            has_routers = any(name.startswith("experts/") for name in run.metrics)
+            text = has_routers and reader.artifact_or_notice(run.run_id, ROUTERS)
+            settings_reader = partial(stored_settings, reader, run)
+            job = Job(result, curves, settings_reader, _router_choices(text or ""))
         jobs.append(job)
     return SweepData(
         jobs,
@@ -278,6 +315,14 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         tuple(reader.notices),
         busy=busy,
     )
+
+
+def _router_choices(text: str | bytes) -> dict[str, Any]:
+    """Return what a run's file says of its routers; empty for a missing or damaged one."""
+    content = None
+    with suppress(ValueError):
+        content = json.loads(text)
+    return content if isinstance(content, dict) else {}
 
 
 def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from runner.config.precision_keys import omitted_key_messages
 from runner.modes.result import (
@@ -53,13 +54,15 @@ from runner.sweeps.verdict.compare import (
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.statistics import Difference, Verdict
 from runner.utils.files import write_text
-from runner.utils.formatting import format_number, grouped
+from runner.utils.formatting import format_number, format_percent, grouped
 from runner.utils.markup import (
     Block,
+    Cell,
     Charts,
     Commands,
     Heading,
     Items,
+    Table,
     Text,
     markdown,
     markdown_text,
@@ -95,6 +98,8 @@ with A's where both are the same. Whatever differs between A and B may be the ca
 B."""
 ROUNDING_NOTE = """Compiled code with train.compile_rounding=fused leaves out the roundings of half
 precision between the operations that it fuses; eager rounds after each one, as uncompiled."""
+ROUTERS_NOTE = f"""Share of the tokens that the router of a layer sends to other experts than in
+{BASELINE}, in the first step: equal weights, equal batch; the mean over seeds."""
 CPU_MEMORY_NOTE = """weights plus optimizer state, without activations. The process's resident set
 is not compared: it includes the memory of earlier jobs."""
 GPU_MEMORY_NOTE = "peak of allocated device memory."
@@ -252,6 +257,18 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         failures = labels_by_reason.items()
         yield Heading("Without a result")
         yield Items([(join_names(jobs, MAX_FAILED_JOB_NAMES), why) for why, jobs in failures])
+    if data.router_flips:
+        yield Heading("Tokens whose experts are others")
+        layers = dict.fromkeys(layer for row in data.router_flips.values() for layer in row)
+        rows = [
+            [
+                Cell(name),
+                *(Cell(format_percent(row[layer]) if layer in row else "") for layer in layers),
+            ]
+            for name, row in data.router_flips.items()
+        ]
+        yield Table(["precision", *layers], rows)
+        yield Text(ROUTERS_NOTE, "small")
     if data.jobs:
         yield Heading("Every job")
         yield jobs_table(data.results)
@@ -375,6 +392,8 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
             # With too few seeds the interval is infinite.
             if number is not None and math.isfinite(number):
                 metrics[f"answer/{key}/{name}"] = number
+    for name, layers in data.router_flips.items():
+        metrics[f"answer/router_flips/{redact(name).replace('=', ':')}"] = fmean(layers.values())
     # The steps grow when a sweep is resumed: of two points at one step the first one stays.
     return metrics, tags, sum(result.steps for result in data.results)
 
