@@ -101,18 +101,15 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
     pick = recommended_precision(compared)
     if pick is None or len(data.commands) != 1 or given_keys():
         return ""
-    program, words = data.commands[0].split()[:3], shlex.split(data.commands[0])[3:]
-    left_out = (
-        "-",
-        "precision=",
-        "seed=",
-        "sweep",
-        "hydra",
-        "launcher=",
-        *pick.group.jobs[0].left_out,
-    )
-    kept = [word for word in words if not word.lstrip("+").startswith(left_out)]
-    return quote_command([*program, *kept, f"precision={pick.group.precision}"])
+    words = shlex.split(data.commands[0])
+    others = pick.group.jobs[0].left_out
+    dropped = ("precision=", "seed=", "sweep", "hydra.", "hydra/", "launcher=", *others)
+    kept = [
+        word
+        for word in words[3:]
+        if word not in ("-m", "--multirun") and not word.lstrip("+").startswith(dropped)
+    ]
+    return quote_command([*words[:3], *kept, f"precision={pick.group.precision}"])
 
 
 def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
