@@ -55,7 +55,7 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         # Any other job has printed why it failed.
         is_untried = result.status in UNTRIED
         if result.error and (is_untried or is_elsewhere or (sweep / ADVICE).is_file()):
-            reason = result.error.splitlines()[0]
+            reason = result.error.splitlines()[0].removesuffix(".")
             line += f", its log is in {folder}" if is_elsewhere else ""
             line += f", because {reason}" if is_untried else f": {reason}"
         # On a terminal the bar of the next job says it.

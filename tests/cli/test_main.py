@@ -58,7 +58,7 @@ def test_a_finished_run_has_exit_status_0(running):
     ("error", "status", "shown"),
     [
         (ConfigError("no layer"), "refused", "not tried, because no layer\n"),
-        (Unavailable("no GPU.", "Type x."), "unavailable", "not tried, because no GPU. Type x.\n"),
+        (Unavailable("no GPU.", "Type x."), "unavailable", "not tried, because no GPU. Type x\n"),
         (TrackingError("store away"), "failed", ""),
         (ValueError("bug"), "failed", ""),
     ],
