@@ -20,6 +20,7 @@ A run that finds no memory rehearses its own step afterwards, on shapes of its o
 the real steps with its own model, because a second one would find no memory either.
 """
 
+import logging
 import resource
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -264,6 +265,9 @@ def _forecast(
         raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
         raise ForecastUnavailable("optimizer=lbfgs keeps more each step, up to its history_size.")
+    # It would write a traceback for each operator that has no rule for fake tensors.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
     try:
         rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
         # This size at least must run.
@@ -275,6 +279,8 @@ def _forecast(
         reason = str(error).strip().partition("\n")[0]
         fallback = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
         return PeakForecast(_extrapolated(real), fallback)
+    finally:
+        log.disabled = was_disabled
     return PeakForecast(rehearsal.peak)
 
 

@@ -197,6 +197,12 @@ def test_a_forecast_that_cannot_be_made_says_why(of, meta, said):
         predict_peak(replace(spec, data={**spec.data, "meta": meta}), precision)
 
 
+def test_an_operator_without_a_rule_for_fake_tensors_writes_no_traceback(of, capfd):
+    spec, precision = of("model=mixture model.width=16 model.hidden=16 data=text")
+    assert peak_forecast(spec, precision, CPU).fallback.startswith("RuntimeError: Expected mat_a")
+    assert capfd.readouterr().err == ""
+
+
 def test_experts_of_a_module_of_ones_own_are_known(of):
     mixture = "~model +model._target_=nets.Mixes +model.in_turns=true data=digits"
     spec, precision = of(f"{mixture} precision=bnb-nf4 adapter=lora adapter.modules=[head]")
