@@ -153,12 +153,19 @@ _STAYS_IN_EVALUATION = "_stays_in_evaluation"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
+class PartlyRunModules(nn.ModuleList):
+    """Modules of which a forward runs some, by its data; processes run the blocks of a model
+    together."""
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model, for example the layers of a transformer.
 
     A block is an outermost module with children of its own of which a container holds several of
     one class.
     """
+    if isinstance(model, PartlyRunModules):
+        return []
     blocks: list[nn.Module] = []
     children = [child for child in model._modules.values() if child is not None]
     kinds = [type(child) for child in children] if isinstance(model, _CONTAINERS) else []

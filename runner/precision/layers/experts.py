@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from runner.distributed.strategy import is_sharded
 from runner.precision.layers.expert_weight import ExpertWeight, Groups
 from runner.utils.errors import ConfigError
+from runner.utils.modules import PartlyRunModules
 from runner.utils.tensors import is_narrow
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
@@ -35,7 +36,7 @@ KERNEL_ROWS = 64
 """Multiple of rows that an expert's products in 16 bits are padded to on a CPU."""
 
 # Of Experts.
-_ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "is_running")
+_ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "multiplied")
 _METHODS = ("view_of", "layers_of", "products", "numbers")
 
 
@@ -168,24 +169,47 @@ class Experts(nn.Module):
         is_trial: whether there are no layers yet, until a forward has shown what is multiplied with
             the stacks.
         watch: what the forward does with the stacks while it is watched, else None.
-        is_running: whether the module's forward runs now.
+        multiplied: while the module's forward runs, the names of the stacks and the numbers of the
+            experts that were multiplied; else None.
     """
 
     transposed: dict[str, bool]
     shapes: dict[str, torch.Size]
     is_trial: bool
     watch: "ExpertsWatch | None"
-    is_running: bool
+    multiplied: set[tuple[str, int]] | None
 
     # A loop over experts depends on the data, so that a compiler would break the graph anyway.
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return what the module's own forward returns, with products by the experts' layers."""
-        self.is_running = True
+        self.multiplied = set()
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+            idle = self._idle_additions() if torch.is_grad_enabled() else []
+            if not idle:
+                return output
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            first = _ZeroGradients.apply(first, *idle)
+            return (first, *rest) if isinstance(output, tuple) else first
         finally:
-            self.is_running = False
+            self.multiplied = None
+
+    def _idle_additions(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of adapters on experts that no token has reached."""
+        assert self.multiplied is not None
+        adapted = [stack for stack in self.transposed if not self.is_trial and self._adapts(stack)]
+        return [
+            parameter
+            for stack in adapted
+            for expert, layer in enumerate(self.layers_of(stack))
+            if (stack, expert) not in self.multiplied
+            for parameter in layer.parameters()
+            if parameter.requires_grad
+        ]
+
+    def _adapts(self, stack: str) -> bool:
+        return hasattr(self.layers_of(stack)[0], "base_layer")
 
     def view_of(self, stack: str) -> Tensor:
         """Return what stands for a stacked weight where code reads it."""
@@ -229,6 +253,8 @@ class Experts(nn.Module):
         layers: Any = self.layers_of(stack)
         outputs = []
         for expert, rows in groups:
+            if self.multiplied is not None:
+                self.multiplied.add((stack, expert))
             layer = layers[expert]
             if slices is None:
                 outputs.append(_call(layer, rows))
@@ -248,7 +274,7 @@ class Experts(nn.Module):
         Raises:
             ConfigError: the forward runs and is not watched, so that nobody would learn of it.
         """
-        if self.is_running and self.watch is None:
+        if self.multiplied is not None and self.watch is None:
             name = getattr(self, "converted_name", type(self).__name__)
             raise ConfigError(
                 f"{name} uses its {stack} in {function}. Allowed: products with each expert, by "
@@ -276,6 +302,20 @@ class Experts(nn.Module):
             for expert, matrix in enumerate(expert_matrices(weight, transposed)):
                 state_dict[f"{prefix}{stack}{_SUFFIXES[transposed]}.{expert}.weight"] = matrix
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Give parameters that a forward did not need gradients of zero, as a stacked weight has them:
+    processes exchange the gradient of each parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, *map(torch.zeros_like, ctx.parameters)
 
 
 def _call(layer: nn.Module, rows: Tensor) -> Tensor:
@@ -319,7 +359,7 @@ def convert_experts(
     for stack, transposed in stacks.items():
         weight: Any = module._parameters[stack]
         shapes[stack] = weight.shape
-        layers = nn.ModuleList()
+        layers = PartlyRunModules()
         matrices = expert_matrices(weight.detach(), transposed)
         for expert, matrix in enumerate(matrices if convert is not None else ()):
             layer: Any = linear_of(matrix)
@@ -334,7 +374,7 @@ def convert_experts(
             del module._parameters[stack]
         module.add_module(stack + _SUFFIXES[transposed], layers)
     module.__class__ = _experts_class(type(module), tuple(stacks))
-    values = (dict(stacks), shapes, convert is None, None, False)
+    values = (dict(stacks), shapes, convert is None, None, None)
     vars(module).update(zip(_ATTRIBUTES, values, strict=True))
 
 
