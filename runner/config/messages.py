@@ -93,6 +93,8 @@ def _wrong_override(override: str, reason: str) -> str:
     key, _, value = override.partition("=")
     if re.match(r"{(.*[{,])? *[^ :,{}]*[\"'@][^ ,{}]*:", value):
         return f"{override} does not parse. Allowed as names in {{}}: letters, digits, _ . -"
+    if value.endswith(","):
+        return f"{override} ends with a comma. Type a list without spaces, as in {override}<value>."
     if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return f"{override} holds characters that Hydra wants quoted. Type \"{key}='{value}'\"."
     commands = get_close_matches(override, COMMANDS, n=1)

@@ -16,6 +16,9 @@ from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_duration, now_ms
 from runner.utils.layout import ADVICE, CONFIG, MANIFEST, RESULT
 
+RECENT_JOBS = 8
+"""Jobs whose mean time those that follow are expected to take."""
+
 
 def job_label(sweep: Path, name: str) -> Callable[[], str]:
     """Return a function that names a job that begins now, and says how far its sweep is.
@@ -27,12 +30,14 @@ def job_label(sweep: Path, name: str) -> Callable[[], str]:
     manifest = Manifest.read(sweep)
     ended = _ended_results(sweep)
     job_seconds = _mean_job_seconds(sweep, manifest.jobs_at_once, ended)
-    place = _place(manifest, len(ended) + 1)
+    # Short: a terminal of 80 columns has the bar, too.
+    place = _place(manifest, len(ended) + 1).replace(" of at most ", "/").replace(" of ", "/")
     began_ms = now_ms()
 
     def label() -> str:
         elapsed = (now_ms() - began_ms) / 1e3
-        return f"{place}{_time_left(manifest, len(ended), job_seconds, elapsed)}  {name}"
+        left = _seconds_left(manifest, len(ended), job_seconds, elapsed)
+        return f"{place}{f', {format_duration(left)} left' if left >= 1 else ''}  {name}"
 
     return label
 
@@ -61,7 +66,9 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():
             job_seconds = _mean_job_seconds(sweep, manifest.jobs_at_once, ended)
-            line += _time_left(manifest, len(ended), job_seconds)
+            left = _seconds_left(manifest, len(ended), job_seconds)
+            of = "budget" if manifest.budget_end_ms else "sweep"
+            line += f"; about {format_duration(left)} of the {of} left" if left >= 1 else ""
         plain_console().print(line, soft_wrap=True)
 
 
@@ -106,7 +113,7 @@ def _mean_job_seconds(sweep: Path, places: int, ended: Sequence[RunResult]) -> f
         before = _written(ordered[number - places], RESULT) if number >= places else 0.0
         since = before if before >= begun else _written(result, CONFIG)
         seconds.append(_written(result, RESULT) - since)
-    return fmean(seconds) if seconds else 0.0
+    return fmean(seconds[-RECENT_JOBS:]) if seconds else 0.0
 
 
 def _place(manifest: Manifest, number: int) -> str:
@@ -117,8 +124,10 @@ def _place(manifest: Manifest, number: int) -> str:
     return f"job {number} of {manifest.jobs}" if manifest.jobs else f"job {number}"
 
 
-def _time_left(manifest: Manifest, ended: int, job_seconds: float, elapsed: float = 0.0) -> str:
-    """Return the time left of a sweep or of a budget; empty where it is not known.
+def _seconds_left(
+    manifest: Manifest, ended: int, job_seconds: float, elapsed: float = 0.0
+) -> float:
+    """Return the time left of a sweep or of a budget; 0 where it is not known.
 
     Args:
         manifest: of the sweep.
@@ -127,10 +136,10 @@ def _time_left(manifest: Manifest, ended: int, job_seconds: float, elapsed: floa
         elapsed: seconds since the next job began.
     """
     if manifest.budget_end_ms:
-        left = (manifest.budget_end_ms - now_ms()) / 1e3
-        return f", {format_duration(left)} of the budget left"
+        return (manifest.budget_end_ms - now_ms()) / 1e3
     rest = manifest.jobs - ended
     if not job_seconds or rest <= 0:
-        return ""
-    left = job_seconds * rest / manifest.jobs_at_once - elapsed
-    return f", about {format_duration(left)} left"
+        return 0.0
+    # A job that takes longer than others does not shorten what follows it.
+    share = job_seconds / manifest.jobs_at_once
+    return share * rest - min(elapsed, share)

@@ -4,6 +4,7 @@ Apart from terminal.py, which --help and tab completion import: rich takes too l
 """
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,19 +58,35 @@ class JobConsole(PlainConsole):
         file = lasting_file(path)
         # FORCE_COLOR would put a terminal's control characters into the file.
         super().__init__(file=file, width=_FILE_COLUMNS, force_terminal=False)
+        self._path = path
         self.terminal = plain_console()
         self.label = label
         self._seen = () if is_trial else ("warning: ", "resumed at ")
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print to the log file; a warning, and where a run resumes, to the screen, too."""
+        """Print to the log file; a warning, and where a run resumes, to the screen, too, unless an
+        earlier job has."""
         super().print(*objects, **options)
-        if str(*objects[:1]).startswith(self._seen):
+        text = str(*objects[:1])
+        if text.startswith(self._seen) and not self._is_known(text):
             self.terminal.print(*objects, **options)
+
+    def _is_known(self, text: str) -> bool:
+        """Return whether an earlier job of the sweep has said it, with other numbers perhaps."""
+        if not text.startswith("warning: "):
+            return False
+        logs = self._path.parent.parent.glob(f"*/{self._path.name}")
+        others = (log.read_text(errors="replace") for log in logs if log != self._path)
+        return any(_without_numbers(text) in _without_numbers(other) for other in others)
 
     def close(self) -> None:
         """Close the log file."""
         self.file.close()
+
+
+def _without_numbers(text: str) -> str:
+    """Return a text in one line, each number and space in it as one space."""
+    return re.sub(r"[\d.,\s]+", " ", text)
 
 
 def silent_console() -> Console:

@@ -84,6 +84,7 @@ tracking=mlflow tracking.uri=mysql://u@127.0.0.1:1/db => mysql://***@127.0.0.1:1
     No module named 'MySQLdb'. Install the package
 mode=evaluate checkpoint=/no/such.pt => checkpoint=/no/such.pt | outputs/runs/<time>
 mode=evaluate checkpoint=0123abcd => checkpoint=0123abcd is neither a file
+precision=32-true, -m => precision=32-true, ends with a comma | precision=32-true,<value>
 precision=32-true,bf16-mixed => precision=32-true,bf16-mixed is a list of values
     Type python -m runner -m model=mlp
 mode=advice => mode=advice is not known | Type mode=advise.

@@ -20,40 +20,45 @@ CASES = {
     "nothing is known before the first job has ended": (
         {"jobs": 8, "jobs_at_once": 1},
         [],
-        ("job 1 of 8", ""),
+        ("job 1/8", ""),
     ),
     "the mean of the jobs that have ended": (
         {"jobs": 8, "jobs_at_once": 1},
         [100.0, 110.0],
-        ("job 3 of 8, about 12 min left", ", about 12 min left"),
+        ("job 3/8, 12 min left", "; about 12 min of the sweep left"),
     ),
     "what a process does around its run counts": (
         {"jobs": 6, "jobs_at_once": 1},
         [20.0, 70.0, 70.0],  # 20, 100 and 100 with it
-        ("job 4 of 6, about 4 min left", ", about 4 min left"),
+        ("job 4/6, 4 min left", "; about 4 min of the sweep left"),
     ),
     "places share what is left": (
         {"jobs": 8, "jobs_at_once": 3},
         [100.0, 140.0],
-        ("job 3 of 8, about 4 min left", ", about 4 min left"),
+        ("job 3/8, 4 min left", "; about 4 min of the sweep left"),
     ),
-    "a batch system does not say how many run": ({"jobs": 8}, [100.0, 140.0], ("job 3 of 8", "")),
+    "a batch system does not say how many run": ({"jobs": 8}, [100.0, 140.0], ("job 3/8", "")),
     "a job that failed at once took no time": (
         {"jobs": 3, "jobs_at_once": 1},
         [0.0, 10.0],
-        ("job 3 of 3, about 40 s left", ", about 40 s left"),
+        ("job 3/3, 40 s left", "; about 40 s of the sweep left"),
     ),
-    "the last job": ({"jobs": 2, "jobs_at_once": 1}, [1.0, 1.0], ("job 3 of 2", "")),
+    "the newest jobs tell, as where another program begins": (
+        {"jobs": 11, "jobs_at_once": 1},
+        [1.0] * 2 + [20.0] * 8,
+        ("job 11/11, 50 s left", "; about 50 s of the sweep left"),
+    ),
+    "the last job": ({"jobs": 2, "jobs_at_once": 1}, [1.0, 1.0], ("job 3/2", "")),
     "an unknown number of jobs": ({}, [9.0], ("job 2", "")),
     "a trial": (
         {"jobs": 2, "jobs_at_once": 1, "max_trials": 12, "budget_end_ms": NOW + 200_000},
         [1.0, 1.0],
-        ("trial 3 of at most 12, 3 min of the budget left", ", 3 min of the budget left"),
+        ("trial 3/12, 3 min left", "; about 3 min of the budget left"),
     ),
     "a trial of a search, whose length is not known": (
         {"jobs": 1, "jobs_at_once": 1, "budget_end_ms": NOW - 5_000},
         [1.0],
-        ("trial 2, 0 s of the budget left", ", 0 s of the budget left"),
+        ("trial 2", ""),
     ),
 }
 
@@ -100,13 +105,14 @@ def test_the_time_left_runs_down_while_a_job_runs(sweep, tmp_path, monkeypatch):
     sweep([100.0], jobs=3, jobs_at_once=1)
     label = job_label(tmp_path, "b")
     monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW + 140_000)
-    assert label() == "job 2 of 3, about 60 s left  b"
+    # The job takes longer than the one before it: the last one is still to come.
+    assert label() == "job 2/3, 2 min left  b"
 
 
 def test_a_job_that_was_stopped_has_not_ended(sweep, tmp_path, capsys):
     folder = sweep([1.0, 1.0], jobs=2)
     replace(finished("b"), status="stopped").write(folder)
-    assert job_label(tmp_path, "b")() == "job 2 of 2  b"
+    assert job_label(tmp_path, "b")() == "job 2/2  b"
     print_job_line(folder)
     assert capsys.readouterr().out.startswith("job 2 of 2  b ")
 
@@ -129,4 +135,4 @@ def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
     failed = replace(finished("b"), folder=str(folder), status="failed", diverged=True)
     replace(failed, error="the loss is nan\nmore").write(folder)
     print_job_line(folder)
-    assert capsys.readouterr().out.endswith("diverged: the loss is nan, 0 s of the budget left\n")
+    assert capsys.readouterr().out.endswith("diverged: the loss is nan\n")

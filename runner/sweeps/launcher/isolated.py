@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from runner.config.hydra_plugins import register
 from runner.config.invocation import override_texts
+from runner.config.overrides import override_key
 from runner.modes.result import RunResult
 from runner.sweeps.job_result import job_invocation, job_words, record_result
 from runner.sweeps.launcher.job_process import ForkServerClient, JobProcess
@@ -316,11 +317,21 @@ class IsolatedLauncher(Launcher):
             from runner.sweeps.sweep_resume import resumed_numbers
 
             numbers = resumed_numbers(folder, job_overrides, numbers)
+        numbered = [*zip(numbers, job_overrides, strict=True)]
+        if is_basic:
+            # Precisions of one seed one after the other: what is compared ran at about one time.
+            seeds = [*dict.fromkeys(_seed(words) for words in job_overrides)]
+            numbered.sort(key=lambda job: seeds.index(_seed(job[1])))
         jobs = (
             compose_job_config(self._context, self._config, number, overrides)
-            for number, overrides in zip(numbers, job_overrides, strict=True)
+            for number, overrides in numbered
         )
         return JobRunner(self._n_jobs, fail_fast=bool(settings.fail_fast)).run(jobs)
+
+
+def _seed(overrides: Sequence[str]) -> str:
+    """Return the override of a job's seed; empty where the sweep does not vary it."""
+    return next((word for word in overrides if override_key(word) == "seed"), "")
 
 
 def begin_launch(config: DictConfig, launched: int, at_once: int) -> None:

@@ -94,22 +94,26 @@ def conclusion_text(data: SweepData) -> str:
 
 
 def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
-    """Return the command that resumes a sweep without an answer, or else that trains once in the
-    precision that it recommends; empty without one."""
+    """Return the command that resumes a sweep without an answer, that repeats one with too few
+    seeds for an answer, or that trains once in the precision that it recommends; else empty."""
     if data.no_answer:
         return data.resume_command
-    pick = recommended_precision(compared)
-    if pick is None or len(data.commands) != 1 or given_keys():
+    if len(data.commands) != 1 or given_keys():
         return ""
     words = shlex.split(data.commands[0])
-    others = pick.group.jobs[0].left_out
-    dropped = ("precision=", "seed=", "sweep", "hydra.", "hydra/", "launcher=", *others)
-    kept = [
-        word
-        for word in words[3:]
-        if word not in ("-m", "--multirun") and not word.lstrip("+").startswith(dropped)
-    ]
-    return quote_command([*words[:3], *kept, f"precision={pick.group.precision}"])
+    pick = recommended_precision(compared)
+    if pick is not None:
+        others = pick.group.jobs[0].left_out
+        presets = ("sweep", "hydra.", "hydra/", "launcher=", "-m", "--multirun")
+        dropped = ("precision=", "seed=", *presets, *others)
+        end = f"precision={pick.group.precision}"
+    elif compared and f"Type {_more_seeds(compared[0])}" in conclusion_sentence(compared):
+        dropped = ("seed=",)
+        end = _more_seeds(compared[0])
+    else:
+        return ""
+    kept = [word for word in words[3:] if not word.lstrip("+").startswith(dropped)]
+    return quote_command([*words[:3], *kept, end])
 
 
 def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:

@@ -103,15 +103,34 @@ def test_the_bar_moves_with_each_step_and_leaves_the_start_out_of_the_time_left(
 
 
 def test_a_job_of_a_sweep_prints_to_its_log_and_warnings_to_the_screen(tmp_path, capsys):
-    log = JobConsole(tmp_path / "log.txt", lambda: "job 3 of 8")
+    path = tmp_path / "2" / "log.txt"
+    path.parent.mkdir()
+    log = JobConsole(path, lambda: "job 3 of 8")
     for line in ("epoch 1", "warning: small", "resumed at step 2 of 4"):
         log.print(line)
     log.print()
     assert capsys.readouterr().out == "warning: small\nresumed at step 2 of 4\n"
     expected = "epoch 1\nwarning: small\nresumed at step 2 of 4\n\n"
-    assert (tmp_path / "log.txt").read_text() == expected
+    assert path.read_text() == expected
     screen = log.terminal = console(True)
     bar = progress(log, 4, "16-mixed")
     bar.close()
     log.close()
     assert "job 3 of 8" in screen.file.getvalue()
+
+
+def test_a_warning_of_each_job_is_on_the_screen_once(tmp_path, capsys):
+    stuck = (
+        "warning: {} of the parameter elements did not move at step {}, " + 30 * "and so on " + "{}"
+    )
+    words = [("57%", 161, "bf16-true"), ("54%", 92, "bf16-true"), ("54%", 92, "16-true")]
+    for number, one in enumerate(words):
+        (tmp_path / str(number)).mkdir()
+        log = JobConsole(tmp_path / str(number) / "log.txt", str)
+        log.print(stuck.format(*one))
+        log.print(f"resumed at step {number}")
+        log.close()
+    lines = " ".join(capsys.readouterr().out.split())
+    assert lines.count("warning:") == 2
+    assert lines.count("resumed at") == 3
+    assert lines.index("bf16-true") < lines.index(" 16-true")
