@@ -1,5 +1,4 @@
-"""Draw a sweep's charts: differences to the baseline, loss and quality over the steps, loss scales,
-speed against quality.
+"""Draw a sweep's charts: differences to the baseline, loss and quality over the steps, loss scales.
 
 Curves of many steps are drawn with few points, without losing dips and peaks of a single step.
 
@@ -9,7 +8,7 @@ matplotlib is imported inside the functions, so that a report without charts doe
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,10 +16,11 @@ from numpy.typing import NDArray
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.verdict.compare import BASELINE, Comparison, compare_with_baselines, group_name
+from runner.sweeps.verdict.compare import BASELINE, compare_with_baselines, group_name
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.history import Curve
 from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.formatting import grouped
 from runner.utils.markup import LegendEntry
 from runner.utils.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 
@@ -63,8 +63,6 @@ MAX_LINEAR_RATIO = 20
 """Greatest difference to the baseline over the median one above which their axis is logarithmic."""
 MAX_MARKED_POINTS = 40
 """Curves of no more points, such as evaluations, get a dot at each point."""
-LABEL_RISES = (14, -14)
-"""Points from the middle of a disc to that of its label, the preferred place first."""
 
 
 def curve_points(curve: Curve) -> Points:
@@ -134,12 +132,9 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
     styles = {}
     seeds: dict[int, list[str]] = {}
     for job in charts.jobs:
-        is_timed = job.result.status == "finished" and job.result.examples_per_second
-        # A job without curves is in the chart of speeds.
-        if job.curves or is_timed:
+        if job.curves:
             name = group_name(job.result)
             styles[name] = charts.style_of[name]
-        if job.curves:
             of_dash = seeds.setdefault(charts.dash(job), [])
             of_dash += {str(job.result.seed)} - {*of_dash}
     if len(seeds) > 1 and not charts.has_settings:
@@ -154,8 +149,8 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
 def chart_figures(data: SweepData) -> "list[Figure]":
     """Return each chart as a figure without a legend.
 
-    Difference to the baseline, training loss, quality, loss scale, speed against quality: those
-    with something to draw, none if nothing was trained.
+    Difference to the baseline, training loss, quality, loss scale: those with something to draw,
+    none if nothing was trained.
     """
     return [_figure([chart]) for chart in _Charts(data).drawable()]
 
@@ -231,14 +226,14 @@ class _Charts:
         # the last ones are above the wide ones.
         jobs = [job for job in jobs if group_name(job.result) in self.style_of]
         self.jobs = sorted(jobs, key=lambda job: order.index(group_name(job.result)))
-        self.compared = compare_with_baselines([job.result for job in self.jobs], self.baseline)
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
         self.seeds = sorted({job.result.seed or 0 for job in jobs})
+        self.joins_seeds = len(self.seeds) > len(DASH_PATTERNS)
 
     def dash(self, job: Job) -> int:
         """Return the index of a job's dash pattern: of its settings, if they differ between the
-        jobs, else of its seed."""
-        if self.has_settings:
+        jobs, or if seeds are drawn together, else of its seed."""
+        if self.has_settings or self.joins_seeds:
             return self.style_of[group_name(job.result)][1]
         return self.seeds.index(job.result.seed or 0) % len(DASH_PATTERNS)
 
@@ -269,10 +264,6 @@ class _Charts:
         scales = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
         if scales:
             charts.append((CHART_HEIGHT_INCHES, partial(self.loss_scale, scales)))
-        timed = [c for c in self.compared if c.group.speed and c.group.quality]
-        # One point alone shows nothing: a quality and a speed are compared with others'.
-        if len(timed) > 1:
-            charts.append((CHART_HEIGHT_INCHES, partial(self.speed_and_quality, timed)))
         return charts
 
     def intervals(self) -> list[Interval]:
@@ -328,9 +319,8 @@ class _Charts:
 
     def train_loss(self, curves: JobCurves, axes: "Axes") -> None:
         """Draw the training loss, with means over buckets where there are many steps."""
-        for job, points in curves:
-            # Curves of few steps are drawn as they are.
-            axes.plot(*bucket_means(*points), **self.line(job))
+        # Curves of few steps are drawn as they are.
+        self._plot([(job, bucket_means(*points)) for job, points in curves], axes)
         title = "training loss"
         if any(len(steps) > 2 * MEAN_BUCKETS for _, (steps, _) in curves):
             title += f" (means over 1/{MEAN_BUCKETS} of the run)"
@@ -340,10 +330,28 @@ class _Charts:
         """Draw a metric of evaluations."""
         is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
         marker = "." if is_marked else None
-        for job, points in curves:
-            axes.plot(*envelope(*points), **self.line(job), marker=marker, ms=4)
+        thinned = bucket_means if self.joins_seeds else envelope
+        drawn = [(job, thinned(*points)) for job, points in curves]
+        self._plot(drawn, axes, marker=marker, ms=4)
         is_log = key.endswith(("loss", "perplexity"))
         self._finish(axes, plain_label(key), curves, is_log)
+
+    def _plot(self, curves: JobCurves, axes: "Axes", **marker: Any) -> None:
+        """Draw each job's curve; with more seeds than dash patterns the mean of each group's, with
+        its range."""
+        if not self.joins_seeds:
+            for job, points in curves:
+                axes.plot(*points, **self.line(job), **marker)
+            return
+        by_group = grouped((group_name(job.result), (job, points)) for job, points in curves)
+        for of_group in by_group.values():
+            line = self.line(of_group[0][0])
+            steps = reduce(np.intersect1d, (own for _, (own, _) in of_group))
+            at_steps = [values[np.searchsorted(own, steps)] for _, (own, values) in of_group]
+            every = np.ma.masked_invalid(np.stack(at_steps))
+            axes.plot(steps, every.mean(0), **line, **marker)
+            low, high = every.min(0), every.max(0)
+            axes.fill_between(steps, low, high, color=line["color"], alpha=0.15, lw=0)
 
     def _finish(self, axes: "Axes", title: str, curves: JobCurves, is_log: bool) -> None:
         """Set scale, title and labels; mark with a cross where a curve stopped being finite.
@@ -378,6 +386,8 @@ class _Charts:
                 axes.plot(step, 0.97, "X", color=colour, transform=top, **cross)
         if has_gap:
             title += " (✖: first NaN or inf)"
+        if self.joins_seeds:
+            title += "\nmean and range over seeds"
         _set_title(axes, title)
         axes.set_xlabel("optimizer step")
 
@@ -403,28 +413,6 @@ class _Charts:
         _set_title(axes, "loss scale (×: overflow, step skipped)")
         axes.set_xlabel("optimizer step")
 
-    def speed_and_quality(self, drawn: Sequence[Comparison], axes: "Axes") -> None:
-        """Draw a disc for each group, its area in proportion to memory, with the interval of
-        its difference to the baseline."""
-        is_ratio = all(c.speed_ratio for c in drawn)
-        points = [_speed_and_quality(c, is_ratio) for c in drawn]
-        memories = [c.group.memory_mib or 0 for c in drawn]
-        most = max(memories)
-        for c, memory, (x, y) in zip(drawn, memories, points, strict=True):
-            colour = self.style_of[c.group.name][0]
-            # The least area still shows its colour; without any known memory all discs are equal.
-            size = max(15, 260 * memory / most) if most else 60
-            half_width = c.difference.ci_half_width if c.difference else math.inf
-            if math.isfinite(half_width):
-                axes.errorbar(x, y, yerr=half_width, color=colour, lw=1, capsize=3, fmt="none")
-            axes.scatter([x], [y], s=size, color=colour, alpha=0.55, lw=0, zorder=3)
-        axes.margins(0.18)
-        labels = [plain_label(c.group.name, 26) for c in drawn]
-        label_points(axes, list(zip(labels, points, strict=True)))
-        axes.set_xlabel(f"speed × {self.baseline}" if is_ratio else "examples/s")
-        quality = plain_label(drawn[0].group.jobs[0].quality)
-        _set_title(axes, f"{quality} against speed; area: memory\nbars: 95 % interval over seeds")
-
 
 def _has_line(curves: JobCurves) -> bool:
     """Return whether any curve has more than one step: a lone dot shows no course."""
@@ -436,37 +424,3 @@ def _set_title(axes: "Axes", text: str, side: Literal["left", "right"] = "left")
     # above a linear axis.
     height = None if axes.get_yscale() == "linear" else 1.0
     axes.set_title(text, loc=side, y=height, parse_math=False)
-
-
-def _speed_and_quality(c: Comparison, is_ratio: bool) -> tuple[float, float]:
-    """Return speed (over 32-true's if is_ratio, else in examples/s) and quality of a group."""
-    assert c.group.speed is not None
-    assert c.group.quality is not None
-    speed = c.speed_ratio.value if is_ratio and c.speed_ratio else c.group.speed.mean
-    return speed, c.group.quality.mean
-
-
-def label_points(axes: "Axes", named: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Write each name above its point, or below, where it covers no other name.
-
-    Without such a place a name is left out: the legend has the colours.
-
-    Args:
-        axes: with everything else already drawn.
-        named: (name, (x, y)) of each point, in data coordinates.
-    """
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    # The layout decides where the points are.
-    figure.draw_without_rendering()
-    # A long name at the left would cover the numbers of the axis.
-    taken: list[Any] = [axes.yaxis.get_tightbbox()]
-    for name, point in named:
-        for rise in LABEL_RISES:
-            look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
-            text = axes.annotate(name, point, (0, rise), parse_math=False, **look)
-            box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
-                taken.append(box)
-                break
-            text.remove()

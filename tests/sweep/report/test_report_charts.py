@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from job_results import finished
-from matplotlib.collections import LineCollection, PathCollection
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.charts import (
@@ -152,7 +151,7 @@ def test_a_curve_of_one_step_is_not_drawn():
 
 
 def test_the_figure_has_a_chart_for_each_kind_of_curve():
-    for jobs, count in (([job()], 2), ([job(), job("b")], 4), ([job(), scaled([4], [0])], 5)):
+    for jobs, count in (([job()], 2), ([job(), job("b")], 3), ([job(), scaled([4], [0])], 4)):
         assert len(chart_figures(SweepData(jobs))) == count
         assert len(overview(*jobs).axes) == count
 
@@ -210,32 +209,17 @@ def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
     assert axes_named(overview(shown), "val/loss").get_yscale() == "log"
 
 
-def test_speed_is_drawn_against_quality():
-    jobs = [job(seed=s, metrics={"val/accuracy": 0.9 + s / 10}) for s in (0, 1)]
-    figure = overview(*jobs, job("b", examples_per_second=200.0))
-    axes = axes_named(figure, "val/accuracy against speed")
-    spots = [c.get_offsets()[0].tolist() for c in axes.collections if isinstance(c, PathCollection)]
-    assert spots[0] == pytest.approx([1.0, 0.95])
-    assert spots[1][1] == pytest.approx(0.9)
-    assert axes.get_xlabel() == "speed × 32-true"
-    assert {t.get_text() for t in axes.texts} == {"32-true", "b"}
-    # No bar is the spread over seeds: with one seed of b there is no paired interval.
-    assert not any(isinstance(c, LineCollection) for c in axes.collections)
-
-
-def test_speed_is_in_examples_per_second_without_a_baseline():
-    figure = overview(job("a"), job("b", examples_per_second=200.0))
-    assert figure.axes[-1].get_xlabel() == "examples/s"
-
-
-def test_labels_do_not_cover_each_other():
-    jobs = [job(f"precision-{i}", examples_per_second=100.0 + i / 10) for i in range(12)]
-    figure = overview(*jobs)
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in figure.axes[-1].texts]
-    assert len(boxes) >= 4
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:i])
+def test_more_seeds_than_dashes_are_drawn_as_their_mean_and_range():
+    jobs = [job(seed=s, values=(3.0 + s, 2.0 + s, 1.0 + s if s else math.nan)) for s in range(5)]
+    data = SweepData(jobs)
+    axes = axes_named(overview_figure(data), "training loss")
+    mean, cross = axes.lines
+    assert mean.get_ydata().tolist() == [5, 4, 3.5]
+    assert cross.get_xdata() == [3]
+    low, high = axes.collections[0].get_datalim(axes.transData).intervaly
+    assert (low, high) == (2, 7)
+    assert axes.get_title(loc="left").endswith("mean and range over seeds")
+    assert [entry.name for entry in legend_entries(data)] == ["32-true"]
 
 
 HOSTILE = '<script>x</script> --> $a_b$ \\frac{ ]]> _日 url(#a) id="b"'
