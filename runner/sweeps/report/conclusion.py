@@ -123,9 +123,14 @@ def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
         failure_sentence(compared, data.missing_jobs_clause),
         *caveats_of(comparison.group for comparison in compared),
         _flips_sentence(data),
-        busy_sentence(data.busy) if any(result.is_on_cpu for result in data.results) else "",
+        speed_reservation(data),
     ]
     return [*filter(None, sentences)]
+
+
+def speed_reservation(data: SweepData) -> str:
+    """Return that other programs were busy, where jobs trained on a CPU; else empty."""
+    return busy_sentence(data.busy) if any(job.is_on_cpu for job in data.results) else ""
 
 
 def _flips_sentence(data: SweepData) -> str:
