@@ -164,7 +164,7 @@ def test_errors_are_shown_without_frames(notebook):
 def test_jobs_in_processes_of_their_own_show_how_far_the_sweep_is(notebook):
     cells, _ = notebook
     shown = "".join(page for index, page in Client.shown if index == 6)
-    assert "job 1 of 2  32-true seed=0<details>" in shown
+    assert "job 1/2  32-true seed=0<details>" in shown
     log, report = pages(cells[6])
     text = folded(log)[1]
     assert "\x1b" not in text

@@ -45,7 +45,9 @@ def test_each_job_prints_one_line_and_the_rest_to_its_log(swept):
     done, out, *_ = swept
     lines = [line for line in done.stdout.splitlines() if line.startswith("job ")]
     assert len(lines) == 4
-    assert re.fullmatch(r"job 1 of 4  32-true model.fail_at=null .*  finished, .* left", lines[0])
+    assert re.fullmatch(
+        r"job 1 of 4  32-true model.fail_at=null .*  finished; about .* of the sweep left", lines[0]
+    )
     assert re.fullmatch(r"job 4 of 4  16-mixed model.fail_at=2 *  failed", lines[3])
     assert "peak memory" not in done.stdout
     assert "peak memory" in (out / "0" / "log.txt").read_text()

@@ -9,6 +9,7 @@ rate or a model.
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -27,6 +28,7 @@ from runner.sweeps.report.wording import (
     outcome_words,
     speed_words,
 )
+from runner.sweeps.sweep_resume import RUNNER_COMMAND
 from runner.sweeps.verdict.compare import (
     BASELINE,
     Comparison,
@@ -98,9 +100,12 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
     seeds for an answer, or that trains once in the precision that it recommends; else empty."""
     if data.no_answer:
         return data.resume_command
-    if len(data.commands) != 1 or given_keys():
+    words: list[str] = []
+    # A store may hold what nobody could type.
+    with suppress(ValueError):
+        words = shlex.split(data.commands[0]) if len(data.commands) == 1 else []
+    if words[:3] != RUNNER_COMMAND or given_keys():
         return ""
-    words = shlex.split(data.commands[0])
     pick = recommended_precision(compared)
     if pick is not None:
         others = pick.group.jobs[0].left_out
@@ -113,7 +118,7 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
     else:
         return ""
     kept = [word for word in words[3:] if not word.lstrip("+").startswith(dropped)]
-    return quote_command([*words[:3], *kept, end])
+    return quote_command([*RUNNER_COMMAND, *kept, end])
 
 
 def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
