@@ -6,6 +6,7 @@ ran them, nor on whether a job's process survived.
 
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -56,6 +57,8 @@ from runner.utils.terminal import print_error, quote_command, sanitize
 
 MAX_NAME_CHARACTERS = 250
 """Upper bound on the name of the parent run."""
+MAX_WRITER_START_SECONDS = 8.0
+"""Longest wait for the writer of records before the first job; a store may not answer."""
 _PLURALS = {"precision": "precisions", "seed": "seeds", "model": "models", "data": "data sets"}
 
 
@@ -157,9 +160,16 @@ class Sweep:
         if self.manifest.jobs > 1:
             jobs = f"{self.manifest.jobs} jobs in {relative_path(self.folder)}"
             print(sanitize(f"{self._name}; {jobs}"), flush=True)
-        self._others = OtherPrograms()
         if not self.joins_other_sweep:
             self._open_parent_run(self._name, self._former)
+            # The writer of records imports mlflow, for seconds of a processor that the first job
+            # would lack: it would seem slower than those that it is compared with.
+            deadline = time.monotonic() + MAX_WRITER_START_SECONDS
+            while self.tracker.takes_runs and not self.tracker.run_id:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        self._others = OtherPrograms()
 
     def _open_parent_run(self, name: str, former: Manifest | None) -> None:
         """Open the parent run of a new sweep, or of the sweep with this former manifest."""

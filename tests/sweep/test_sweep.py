@@ -101,6 +101,23 @@ def test_what_all_jobs_share_are_params_without_credentials(tmp_path, monkeypatc
     assert info.params == {"optimizer.lr": "0.1", "tracking.uri": "postgresql://***@host/db"}
 
 
+def test_the_first_job_waits_for_the_writer_of_records(tmp_path, monkeypatch):
+    """It would have less of the machine than those it is compared with. A store may not answer."""
+    asked = []
+
+    def run_id(self):
+        asked.append(self)
+        return "id" if len(asked) == 3 else None
+
+    monkeypatch.setattr(NoTracker, "takes_runs", True)
+    monkeypatch.setattr(NoTracker, "run_id", property(run_id))
+    Sweep(tmp_path / "answers", [], NONE).begin()
+    assert len(asked) == 3
+    monkeypatch.setattr(sweeps, "MAX_WRITER_START_SECONDS", 0.0)
+    Sweep(tmp_path / "silent", [], NONE).begin()
+    assert len(asked) == 4
+
+
 def test_a_sweep_whose_list_got_longer_has_its_name_now(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(NoTracker, "open", lambda self, info: opened.append(info))
