@@ -423,6 +423,9 @@ def print_result(console: Console, result: RunResult) -> None:
     table = Table(
         title=f"{result.label}  {result.outcome}", title_justify="left", show_header=False
     )
+    table.add_column()
+    # A folder is typed again: where it does not fit, it takes two lines.
+    table.add_column(overflow="fold")
     for name, text in result_rows(result):
         table.add_row(name, text)
     console.print(table)
