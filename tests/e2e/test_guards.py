@@ -394,6 +394,9 @@ def check_worker_death(done, faults, *parts):
 
 
 @forks
+# Where a worker dies while it hands a batch over, torch looks for free file descriptors, and leaves
+# the files that it opens for that to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("fault", ["kill", pytest.param("exit", marks=pytest.mark.extended)])
 def test_a_process_that_dies_while_training_is_reported_with_its_samples(faulty, faults, fault):
     done = faulty(f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1")

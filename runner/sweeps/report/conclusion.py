@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import fmean
 
 from runner.config.invocation import given_keys
 from runner.modes.result import shared_settings
@@ -23,6 +22,7 @@ from runner.sweeps.report.wording import (
     difference_words,
     format_mean_sd,
     format_range,
+    format_ratio,
     join_names,
     memory_words,
     outcome_words,
@@ -40,9 +40,8 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
 )
 from runner.sweeps.verdict.statistics import Verdict, quality_difference
-from runner.utils.formatting import format_number, format_percent, grouped
+from runner.utils.formatting import format_number, grouped
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
-from runner.utils.other_programs import busy_sentence
 from runner.utils.terminal import quote_command
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
@@ -127,24 +126,10 @@ def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
     sentences = [
         failure_sentence(compared, data.missing_jobs_clause),
         *caveats_of(comparison.group for comparison in compared),
-        _flips_sentence(data),
-        speed_reservation(data),
+        data.flips_sentence,
+        data.speed_reservation,
     ]
     return [*filter(None, sentences)]
-
-
-def speed_reservation(data: SweepData) -> str:
-    """Return that other programs were busy, where jobs trained on a CPU; else empty."""
-    return busy_sentence(data.busy) if any(job.is_on_cpu for job in data.results) else ""
-
-
-def _flips_sentence(data: SweepData) -> str:
-    """Return how many tokens the routers of a mixture sent elsewhere; empty without routers."""
-    flips = {name: fmean(layers.values()) for name, layers in data.router_flips.items()}
-    if not flips:
-        return ""
-    texts = join_names(f"{name} {format_percent(share)}" for name, share in flips.items())
-    return f"Tokens with other experts than in {BASELINE}, in the first step: {texts}."
 
 
 def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
@@ -394,10 +379,9 @@ def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:
     if comparison.speed_verdict == "faster":
         text = f"{lead}: {speed_words(comparison)}"
     elif comparison.speed_verdict == "unclear":
-        between = format_range(comparison.speed_ratio)
-        text = (
-            f"Stay with {BASELINE}: {nothing} was measurably faster. {name} is {between} × as fast"
-        )
+        ratio = comparison.speed_ratio
+        speed = f"{format_ratio(ratio)} × as fast ({format_range(ratio)} over seeds)"
+        text = f"Stay with {BASELINE}: {nothing} was measurably faster. {name} is {speed}"
     else:
         is_slower = comparison.speed_verdict == "slower"
         speed = speed_words(comparison) if is_slower else f"about as fast as {BASELINE}"

@@ -28,8 +28,9 @@ from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking import history
 from runner.tracking.history import Curve
 from runner.utils.files import read_text, write_json
-from runner.utils.formatting import shorten_override
+from runner.utils.formatting import format_percent, shorten_override
 from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT, ROUTERS
+from runner.utils.other_programs import busy_sentence
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command
 
@@ -190,6 +191,19 @@ class SweepData:
             group: {layer: fmean(values) for layer, values in layers.items()}
             for group, layers in shares.items()
         }
+
+    @property
+    def flips_sentence(self) -> str:
+        """Return how many tokens routers sent to other experts; empty without routers."""
+        flips = {name: fmean(layers.values()) for name, layers in self.router_flips.items()}
+        texts = join_names(f"{name} {format_percent(share)}" for name, share in flips.items())
+        start = f"Tokens with other experts than in {BASELINE}, in the first step"
+        return f"{start}: {texts}." if flips else ""
+
+    @property
+    def speed_reservation(self) -> str:
+        """Return that other programs were busy, where jobs trained on a CPU; else empty."""
+        return busy_sentence(self.busy) if any(job.is_on_cpu for job in self.results) else ""
 
     @property
     def no_answer(self) -> str:

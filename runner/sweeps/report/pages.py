@@ -33,7 +33,6 @@ from runner.sweeps.report.conclusion import (
     recommended_precision,
     reservations,
     settings_blocks,
-    speed_reservation,
 )
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.wording import (
@@ -168,7 +167,7 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         compared = compare_with_baselines(data.results)
         failures = failure_sentence(compared, data.missing_jobs_clause)
         # The command is in the run's tag, caveats are in the report.
-        rest = [links, markdown_text(failures), markdown_text(speed_reservation(data))]
+        rest = [links, markdown_text(failures), markdown_text(data.speed_reservation)]
         answer = data.no_answer or conclusion_sentence(compared)
         conclusion = markdown(Text(answer, "answer"))
         parts = [conclusion, " · ".join(filter(None, rest))]

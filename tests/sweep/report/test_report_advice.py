@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from job_results import CPU, finished
-from matplotlib.collections import PathCollection
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.advice_page import (
@@ -316,17 +315,6 @@ def test_a_loss_scale_that_begins_too_high_has_a_remedy() -> None:
     jobs = changed(trials("16-mixed", 0.5), skipped_steps=7, loss_scale=512.0)
     made = advice_table(asked(BASE, jobs))
     assert "try precision.loss_scale.init_scale=512" in str(made.rows)
-
-
-def test_the_chart_of_speeds_compares_with_the_baseline_that_advise_was_given() -> None:
-    question = replace(ASKED, baseline="bf16-mixed")
-    jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0), *trials("16-mixed", 0.001, 300.0)]
-    data = SweepData([Job(job) for job in jobs], advise_settings=question)
-    axes = chart_figures(data)[-1].axes[0]
-    assert axes.get_xlabel() == "speed × bf16-mixed"
-    discs = [disc for disc in axes.collections if isinstance(disc, PathCollection)]
-    speeds = sorted(disc.get_offsets()[0][0] for disc in discs)
-    assert speeds == pytest.approx([100 / 150, 1.0, 2.0])
 
 
 def test_advise_and_gate_draw_the_intervals_of_their_tests() -> None:
