@@ -82,12 +82,12 @@ def _ended_results(sweep: Path) -> list[RunResult]:
         is_final = result.status == "finished" or result.diverged
         if not result.precision or result.status == "stopped":
             continue
-        if is_final or _written(result, RESULT) >= begun:
+        if is_final or _file_time(result, RESULT) >= begun:
             ended.append(result)
     return ended
 
 
-def _written(result: RunResult, name: str) -> float:
+def _file_time(result: RunResult, name: str) -> float:
     """Return when a file of a job's folder was written, Unix time in seconds."""
     return (Path(result.folder) / name).stat().st_mtime
 
@@ -104,15 +104,15 @@ def _mean_job_seconds(sweep: Path, places: int, ended: Sequence[RunResult]) -> f
         ended: results of the jobs that have ended.
     """
     begun = (sweep / MANIFEST).stat().st_mtime
-    ordered = sorted(ended, key=lambda result: _written(result, RESULT))
+    ordered = sorted(ended, key=lambda result: _file_time(result, RESULT))
     seconds = []
     for number, result in enumerate(ordered):
         # A job that failed before it trained took no time.
         if not (result.seconds and places):
             continue
-        before = _written(ordered[number - places], RESULT) if number >= places else 0.0
-        since = before if before >= begun else _written(result, CONFIG)
-        seconds.append(_written(result, RESULT) - since)
+        before = _file_time(ordered[number - places], RESULT) if number >= places else 0.0
+        since = before if before >= begun else _file_time(result, CONFIG)
+        seconds.append(_file_time(result, RESULT) - since)
     return fmean(seconds[-RECENT_JOBS:]) if seconds else 0.0
 
 

@@ -153,9 +153,9 @@ _STAYS_IN_EVALUATION = "_stays_in_evaluation"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class PartlyRunModules(nn.ModuleList):
-    """Modules of which a forward runs some, by its data; processes run the blocks of a model
-    together."""
+class ConditionalModules(nn.ModuleList):
+    """Modules of which a forward runs some, as its data says (conditional computation), so that
+    they are no blocks, which all processes run."""
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -164,7 +164,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A block is an outermost module with children of its own of which a container holds several of
     one class.
     """
-    if isinstance(model, PartlyRunModules):
+    if isinstance(model, ConditionalModules):
         return []
     blocks: list[nn.Module] = []
     children = [child for child in model._modules.values() if child is not None]

@@ -25,6 +25,14 @@ REFUSED = {
 }
 
 
+def test_jobs_run_seed_by_seed(swept):
+    """The numbers stay those of Hydra: by precision, then by seed."""
+    labels = [job["label"] for job in job_results(swept.parent.parent.parent)]
+    assert labels == ["32-true seed=0", "32-true seed=1", "bf16-mixed seed=0", "bf16-mixed seed=1"]
+    ends = [(swept / str(number) / "result.json").stat().st_mtime_ns for number in range(4)]
+    assert sorted(range(4), key=ends.__getitem__) == [0, 2, 1, 3]
+
+
 def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_path):
     before = [(swept / str(number) / "result.json").read_bytes() for number in range(4)]
     manifest = (swept / "sweep.json").read_bytes()

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from runner.distributed.strategy import is_sharded
 from runner.precision.layers.expert_weight import ExpertWeight, Groups
 from runner.utils.errors import ConfigError
-from runner.utils.modules import PartlyRunModules
+from runner.utils.modules import ConditionalModules
 from runner.utils.tensors import is_narrow
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
@@ -36,7 +36,7 @@ KERNEL_ROWS = 64
 """Multiple of rows that an expert's products in 16 bits are padded to on a CPU."""
 
 # Of Experts.
-_ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "multiplied")
+_ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "active_experts")
 _METHODS = ("view_of", "layers_of", "products", "numbers")
 
 
@@ -169,21 +169,21 @@ class Experts(nn.Module):
         is_trial: whether there are no layers yet, until a forward has shown what is multiplied with
             the stacks.
         watch: what the forward does with the stacks while it is watched, else None.
-        multiplied: while the module's forward runs, the names of the stacks and the numbers of the
-            experts that were multiplied; else None.
+        active_experts: while the module's forward runs, names of stacks and numbers of the experts
+            that it has multiplied with; else None.
     """
 
     transposed: dict[str, bool]
     shapes: dict[str, torch.Size]
     is_trial: bool
     watch: "ExpertsWatch | None"
-    multiplied: set[tuple[str, int]] | None
+    active_experts: set[tuple[str, int]] | None
 
     # A loop over experts depends on the data, so that a compiler would break the graph anyway.
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return what the module's own forward returns, with products by the experts' layers."""
-        self.multiplied = set()
+        self.active_experts = set()
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
             idle = self._idle_additions() if torch.is_grad_enabled() else []
@@ -193,17 +193,17 @@ class Experts(nn.Module):
             first = _ZeroGradients.apply(first, *idle)
             return (first, *rest) if isinstance(output, tuple) else first
         finally:
-            self.multiplied = None
+            self.active_experts = None
 
     def _idle_additions(self) -> list[nn.Parameter]:
         """Return the trainable parameters of adapters on experts that no token has reached."""
-        assert self.multiplied is not None
+        assert self.active_experts is not None
         adapted = [stack for stack in self.transposed if not self.is_trial and self._adapts(stack)]
         return [
             parameter
             for stack in adapted
             for expert, layer in enumerate(self.layers_of(stack))
-            if (stack, expert) not in self.multiplied
+            if (stack, expert) not in self.active_experts
             for parameter in layer.parameters()
             if parameter.requires_grad
         ]
@@ -253,8 +253,8 @@ class Experts(nn.Module):
         layers: Any = self.layers_of(stack)
         outputs = []
         for expert, rows in groups:
-            if self.multiplied is not None:
-                self.multiplied.add((stack, expert))
+            if self.active_experts is not None:
+                self.active_experts.add((stack, expert))
             layer = layers[expert]
             if slices is None:
                 outputs.append(_call(layer, rows))
@@ -274,7 +274,7 @@ class Experts(nn.Module):
         Raises:
             ConfigError: the forward runs and is not watched, so that nobody would learn of it.
         """
-        if self.multiplied is not None and self.watch is None:
+        if self.active_experts is not None and self.watch is None:
             name = getattr(self, "converted_name", type(self).__name__)
             raise ConfigError(
                 f"{name} uses its {stack} in {function}. Allowed: products with each expert, by "
@@ -359,7 +359,7 @@ def convert_experts(
     for stack, transposed in stacks.items():
         weight: Any = module._parameters[stack]
         shapes[stack] = weight.shape
-        layers = PartlyRunModules()
+        layers = ConditionalModules()
         matrices = expert_matrices(weight.detach(), transposed)
         for expert, matrix in enumerate(matrices if convert is not None else ()):
             layer: Any = linear_of(matrix)

@@ -183,10 +183,10 @@ class SweepData:
         for job in self.jobs:
             own = baselines.get(key(job), job)
             for layer, chosen in job.router_choices.items():
-                pairs = [*zip(chosen, own.router_choices.get(layer, ()), strict=False)]
-                if own is not job and pairs:
+                base = own.router_choices.get(layer, ())
+                if own is not job and len(chosen) == len(base) > 0:
                     of_layer = shares.setdefault(group_name(job.result), {}).setdefault(layer, [])
-                    of_layer.append(fmean(a != b for a, b in pairs))
+                    of_layer.append(fmean(a != b for a, b in zip(chosen, base, strict=True)))
         return {
             group: {layer: fmean(values) for layer, values in layers.items()}
             for group, layers in shares.items()

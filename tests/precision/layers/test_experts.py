@@ -239,7 +239,7 @@ def test_activation_checkpointing_leaves_no_weight_in_a_layer(kind):
     with precision.session(model, X.device), precision.forward(X.device):
         checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
     assert not any(getattr(layer, "_held", None) is not None for layer in model.modules())
-    assert model.multiplied is None
+    assert model.active_experts is None
     copy.deepcopy(model)
 
 

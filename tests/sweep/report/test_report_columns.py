@@ -46,5 +46,22 @@ def test_the_terminals_table_shows(results: list[RunResult], shown: list[str]) -
     assert [word for word in shown if word not in text] == []
 
 
+def test_the_table_fits_a_narrow_terminal_without_cutting_a_number() -> None:
+    work = {"matrix_work": "84.2% FP8, 15.3% bfloat16, 0.5% float32", "converted": "2/3"}
+    results = [finished("float8-rowwise", seed, 0.912, **work) for seed in range(2)]
+    for width, has_all in ((200, True), (80, False)):
+        console = plain_console()
+        console.width = width
+        with console.capture() as captured:
+            console.print(sweep_table(results, width))
+        lines = captured.get().splitlines()
+        assert max(map(len, lines)) <= width
+        text = "\n".join(lines)
+        for word in ("float8-rowwise seed=1", "val/accuracy", "0.912", "examples/s", "100"):
+            assert word in text
+        assert ("matrix work" in text) == has_all
+        assert ("all columns are in the report" in text) != has_all
+
+
 def test_a_table_without_loss_scales_has_no_column_for_them() -> None:
     assert "final scale" not in text_of(PLAIN, FAILED)

@@ -6,7 +6,7 @@ from job_results import CPU, GPU, finished, lost
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
-from runner.sweeps.report.conclusion import conclusion_text, recommended_precision
+from runner.sweeps.report.conclusion import conclusion_text, next_command, recommended_precision
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
@@ -294,6 +294,27 @@ def test_a_job_that_a_stop_kept_from_ending_leaves_no_answer():
     jobs = [*seeds("32-true", SAME), *seeds("b", SAME), lost("c", "stopped")]
     text = conclusion_of(*jobs, is_stopped=True, job_count=7)
     assert text == "No answer yet: 6 of 7 jobs finished. Resume the sweep. Stopped: c."
+
+
+COMMAND = "python -m runner -m model=mlp precision=32-true,b {} launcher=isolated ++precision.x=2"
+COMMANDS = {
+    "the precision": (3, COMMAND, "python -m runner model=mlp ++precision.x=2 precision=b"),
+    "more seeds": (
+        1,
+        COMMAND,
+        "python -m runner -m model=mlp precision=32-true,b launcher=isolated ++precision.x=2 "
+        "seed=0,1,2",
+    ),
+    "none of another program": (3, "rm -rf / precision=32-true,b {}", ""),
+    "none that is no command": (3, "python -m runner 'precision=32-true,b {}", ""),
+}
+
+
+@pytest.mark.parametrize(("count", "typed", "wanted"), COMMANDS.values(), ids=COMMANDS)
+def test_the_command_that_follows_an_answer_is(count, typed, wanted):
+    jobs = [*seeds("32-true", SAME[:count]), *seeds("b", SAME[:count], (200.0, 200.0, 200.0))]
+    data = SweepData([*map(Job, jobs)], [typed.format(f"seed={','.join('012'[:count])}")])
+    assert next_command(data, compare_with_baselines(jobs)) == wanted
 
 
 def test_a_busy_machine_is_a_reservation_about_what_trained_on_its_processors():
