@@ -469,12 +469,13 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def page_lines(result: RunResult, what: str = "run") -> list[tuple[str, str]]:
+def page_lines(result: RunResult, what: str = "run", artifact: str = "") -> list[tuple[str, str]]:
     """Return name and text of each line on where MLflow shows a run; none without tracking.
 
     Args:
         result: of the run, with its ids in the store.
         what: the word for the run.
+        artifact: of the run, which the page opens; empty for its overview.
     """
     uri = result.tracking_uri or ""
     # A store without a server has its pages at the address where `runner ui` serves them.
@@ -484,7 +485,7 @@ def page_lines(result: RunResult, what: str = "run") -> list[tuple[str, str]]:
         text = f"{what} {result.run_id}"
         if not uri.startswith("http"):
             text += f"; to see it: {ui_command(uri, result.experiment)}"
-        page = run_path(result.experiment_id, result.run_id)
+        page = run_path(result.experiment_id, result.run_id, artifact)
         lines += [("MLflow", text), ("page", f"{server}{page}")]
     if result.dashboard:
         lines.append(("dashboard", f"{server}{result.dashboard}"))

@@ -42,7 +42,7 @@ from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text, with_longer_lists
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.gate import gate_verdict
-from runner.tracking.dashboard import sweep_links
+from runner.tracking.dashboard import REPORT_PAGE, sweep_links
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console
@@ -348,7 +348,7 @@ class Sweep:
         parent = parent.with_store_ids(self.tracker)
         dashboards = [parent.dashboard, *(result.dashboard for result in results)]
         parent = replace(parent, dashboard=next(filter(None, dashboards), None))
-        for name, text in page_lines(parent, "parent run"):
+        for name, text in page_lines(parent, "parent run", REPORT_PAGE):
             console.print(f"{name}: {text}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
         verdict = self.folder / VERDICT

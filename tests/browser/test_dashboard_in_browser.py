@@ -39,6 +39,10 @@ def results(folder):
     return {result["label"]: result for result in found}
 
 
+def answer(folder):
+    return conclusion_sentence(compare_with_baselines(read_results(folder)))
+
+
 def axes(page):
     """Return the type of each line chart's axis of values, by the chart's name."""
     return page.evaluate(
@@ -97,14 +101,27 @@ def test_the_note_on_the_experiments_page_links_to_its_charts_after_a_restart(
     look(opened.value, tmp_path / "dashboard.png")
 
 
+def test_the_page_at_the_end_opens_the_answer_beside_mlflows_assistant(swept, browser, tmp_path):
+    server, printed, folder = swept
+    path = re.findall(r"^page: http://[^/]+(/\S+)$", printed, re.M)[-1]
+    with browser.new_context(viewport={"width": 1366, "height": 768}) as context:
+        page = context.new_page()
+        page.goto(server.url + path)
+        page.get_by_text("MLflow Assistant").first.wait_for()
+        sentence = page.frame_locator("iframe").get_by_text(answer(folder)[:40])
+        sentence.wait_for()
+        page.screenshot(path=tmp_path / "page.png")
+        box = sentence.bounding_box()
+        assert box["y"] + box["height"] < 768
+
+
 def test_the_parents_page_shows_the_answer_first(swept, page, tmp_path):
     server, printed, folder = swept
     page.set_viewport_size({"width": 1366, "height": 768})
-    path = re.findall(r"^page: http://[^/]+(/\S+)$", printed, re.M)[-1]
-    page.goto(server.url + path)
-    compared = compare_with_baselines(read_results(folder))
-    answer = page.get_by_text(conclusion_sentence(compared)[:40]).first
-    for found in (answer, page.get_by_text("answer/gap/16-mixed"), page.get_by_text(NAME).last):
+    parent = re.search(r"parent run (\w+)", printed)[1]
+    page.goto(server.url + dashboard.run_path("1", parent))
+    sentence = page.get_by_text(answer(folder)[:40]).first
+    for found in (sentence, page.get_by_text("answer/gap/16-mixed"), page.get_by_text(NAME).last):
         found.wait_for()
         box = found.bounding_box()
         assert box["y"] + box["height"] < 768
