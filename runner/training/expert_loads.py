@@ -55,8 +55,11 @@ class ExpertLoads:
             shares = weights.float() / weights.float().sum(-1, keepdim=True)
             gauges[f"experts/load_max/{name}"] = load.max() * count
             gauges[f"experts/load_entropy/{name}"] = entr(load).sum()
-            gauges[f"experts/entropy/{name}"] = entr(shares).sum(-1).mean()
+            # A token without any weight has no shares.
+            gauges[f"experts/entropy/{name}"] = entr(shares).sum(-1).nanmean()
             gauges[f"experts/idle/{name}"] = (tokens == 0).sum()
+            is_dropped = (weights == 0) | (index < 0) | (index >= count)
+            gauges[f"experts/dropped/{name}"] = is_dropped.float().mean()
         return gauges
 
     def choices(self) -> dict[str, list[list[int]]]:

@@ -47,6 +47,7 @@ def test_loads_and_entropies_of_known_choices():
         "experts/load_entropy/layer": 1.0114,  # of 3/6, 2/6, 1/6
         "experts/entropy/layer": (0.693147 + 0.562335) / 3,  # of 1/2, of 1/4, and 0
         "experts/idle/layer": 1,
+        "experts/dropped/layer": 1 / 6,
     }
     assert numbers(loads) == pytest.approx(expected, abs=1e-4)
     model.eval()
@@ -58,12 +59,16 @@ def test_loads_and_entropies_of_known_choices():
     assert numbers(loads) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_number_of_no_expert_is_not_counted():
+def test_a_choice_of_no_expert_or_without_weight_is_dropped():
     layer = Layer()
     loads = ExpertLoads(layer)
-    layer(torch.ones(2, 2), torch.tensor([[0, 4], [4, 1]]), torch.ones(2, 2))
-    assert numbers(loads)["experts/load_max/"] == 2
-    assert numbers(loads)["experts/idle/"] == 2
+    weights = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    layer(torch.ones(3, 2), torch.tensor([[0, 4], [-1, 1], [0, 1]]), weights)
+    found = numbers(loads)
+    assert found["experts/load_max/"] == 2
+    assert found["experts/idle/"] == 2
+    assert found["experts/dropped/"] == pytest.approx(4 / 6)
+    assert found["experts/entropy/"] == pytest.approx(0.693147)
 
 
 def hooks_of(model):
