@@ -238,7 +238,7 @@ def test_activation_checkpointing_leaves_no_weight_in_a_layer(kind):
     precision, model, _ = convert(kind, Last())
     with precision.session(model, X.device), precision.forward(X.device):
         checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
-    assert not any(getattr(layer, "_held", None) is not None for layer in model.modules())
+    assert not any(getattr(layer, "_slice", None) is not None for layer in model.modules())
     assert model.active_experts is None
     copy.deepcopy(model)
 
