@@ -6,22 +6,29 @@ held: bytes of a packed stack of 8 experts of 256 x 256 weights, read from its t
 of its codes and its scales, for each expert alone. step: CPU time of forward and backward of a
 mixture (8 experts, 128 to 256 to 128 wide, 512 tokens, each for one at random) whose stacks are
 converted, over that of the same mixture of unfused nn.Linears, converted too, and over that of the
-stacks in bf16-mixed; contenders in turn, one thread.
+stacks in bf16-mixed. peer: the same mixture by peft's target_parameters (LoRA of rank 8, 32-true)
+and by torchao's grouped product (MXFP8, emulated), where the number of each expert's tokens is a
+multiple of 32. A time is that of 5 steps; contenders in turn, one thread.
 """
 
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+from torchao.quantization.quantize_.common import KernelPreference
 
 from bench.common import interleave, parse_options, spread, table, versions, write
 from runner.precision.registry import load_precision
+from runner.training.adapters import Lora
 from runner.utils.tensors import stored_bytes
 
 COUNT, SIZE, WIDTH, INNER, TOKENS = 8, 256, 128, 256, 512
+STEPS = 5
 CPU = torch.device("cpu")
 # Bits of a code and of the scales for each weight; bnb's 4 bits have a table of 16 values, too.
 PAPER = {
@@ -32,27 +39,42 @@ PAPER = {
     "int8": 8 + 32 / SIZE,
     "nvfp4": 4 + 8 / 16 + 32 / SIZE**2,
 }
-TIMED = (*PAPER, "float8-rowwise", "transformer-engine-current", "qat-int4", "bnb-int8-training")
+FP8 = ("float8-rowwise", "torchao-mxfp8", "transformer-engine-current")
+TIMED = (*PAPER, *FP8, "qat-int4", "bnb-int8-training")
 
 
-def random_ends() -> Tensor:
+def random_ends(multiple: int = 1) -> Tensor:
     """Return the row after the last one of each expert: other numbers of tokens in each step."""
-    tokens = torch.randint(COUNT, (TOKENS,)).bincount(minlength=COUNT)
-    return tokens.cumsum(0).to(torch.int32)
+    groups = torch.randint(COUNT, (TOKENS // multiple,)).bincount(minlength=COUNT)
+    return (multiple * groups).cumsum(0).to(torch.int32)
 
 
 class Stacks(nn.Module):
     """Experts in two stacks, among which the tokens are shared at random."""
 
-    def __init__(self, width: int = WIDTH, inner: int = INNER) -> None:
+    def __init__(self, width: int = WIDTH, inner: int = INNER, multiple: int = 1) -> None:
         super().__init__()
+        self.multiple = multiple
         self.first = nn.Parameter(torch.randn(COUNT, inner, width) / width**0.5)
         self.second = nn.Parameter(torch.randn(COUNT, width, inner) / inner**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        ends = random_ends()
-        inner = torch.relu(F.grouped_mm(x, self.first.mT, offs=ends))
-        return F.grouped_mm(inner, self.second.mT, offs=ends)
+        ends = random_ends(self.multiple)
+        inner = torch.relu(self.product(x, self.first, ends))
+        return self.product(inner, self.second, ends)
+
+    def product(self, rows: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
+        """Return the products of rows [N, in] with their experts of [E, out, in]."""
+        return F.grouped_mm(rows, stack.mT, offs=ends)
+
+
+class Torchao(Stacks):
+    """The same with torchao's product in MXFP8."""
+
+    def product(self, rows: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
+        """Return the products of rows, see Stacks."""
+        emulated = KernelPreference.EMULATED
+        return _to_mxfp8_then_scaled_grouped_mm(rows, stack.mT, ends, kernel_preference=emulated)
 
 
 class Unfused(nn.Module):
@@ -71,21 +93,44 @@ class Unfused(nn.Module):
 
 def converted(name: str, model: nn.Module, **options: Any) -> tuple[Any, nn.Module]:
     """Return a precision, emulated where it can be, and the model that it converted."""
-    emulate = {"emulate": True} if name.startswith(("float8", "transformer")) else {}
+    emulate = {"emulate": True} if name in FP8 else {}
     precision = load_precision(name, **emulate, **options)
     return precision, precision.convert(model)[0]
 
 
 def step(name: str, model: nn.Module, **options: Any) -> Callable[[], None]:
-    """Return a forward and backward of a converted model on fixed tokens."""
+    """Return forwards and backwards of a converted model on fixed tokens."""
     precision, model = converted(name, model, **options)
     x = torch.randn(TOKENS, WIDTH).requires_grad_()
 
     def run() -> None:
-        with precision.session(model, CPU), precision.forward(CPU):
-            model(precision.cast(x)).float().square().mean().backward()
+        with precision.session(model, CPU):
+            for _ in range(STEPS):
+                with precision.forward(CPU):
+                    model(precision.cast(x)).float().square().mean().backward()
 
     return run
+
+
+def adapted(by_peft: bool) -> nn.Module:
+    """Return the stacks with additions of rank 8."""
+    model = nn.Sequential(Stacks())
+    names = ["0.first", "0.second"]
+    if by_peft:
+        config = peft.LoraConfig(r=8, target_parameters=names, target_modules=[])
+        return peft.inject_adapter_in_model(config, model)
+    lora = Lora(modules=names)
+    lora.split_experts(model, dict.fromkeys(names, False))
+    lora.add(model, torch.float32)
+    return model
+
+
+def compared(steps: dict[str, Callable[[], None]], rounds: int) -> list[str]:
+    """Return the first contender's ms per step, and its ratios to each other one, as texts."""
+    times = interleave(steps, rounds)
+    own, *others = ([seconds for seconds, _ in found] for found in times.values())
+    ratios = [[a / b for a, b in zip(own, other, strict=True)] for other in others]
+    return [f"{1000 * median(own) / STEPS:.1f}", *(spread(found, ".2f") for found in ratios)]
 
 
 def main() -> None:
@@ -99,17 +144,26 @@ def main() -> None:
     lines = []
     for name in TIMED:
         steps = {"own": step(name, Stacks(), **stacks), "unfused": step(name, Unfused())}
-        times = interleave({**steps, "bf16": step("bf16-mixed", Stacks())}, rounds)
-        cpu = {key: [seconds for seconds, _ in found] for key, found in times.items()}
-        ratios = {
-            key: [a / b for a, b in zip(cpu["own"], cpu[key], strict=True)]
-            for key in ("unfused", "bf16")
-        }
-        texts = [spread(ratios[key], ".2f") for key in ratios]
-        lines.append([f"`{name}`", f"{1000 * median(cpu['own']):.1f}", *texts])
+        steps["bf16"] = step("bf16-mixed", Stacks())
+        lines.append([f"`{name}`", *compared(steps, rounds)])
     head = ["precision", "step, ms", "over unfused (least to greatest)", "over bf16-mixed"]
-    body = table(["precision", "held", "paper"], rows), table(head, lines)
-    setting = f"{versions('torch', 'bitsandbytes', 'torchao')}, one thread"
+    peers = {
+        "peft's target_parameters": {
+            "own": step("32-true", adapted(by_peft=False)),
+            "peer": step("32-true", adapted(by_peft=True)),
+        },
+        "torchao's MXFP8 product": {
+            "own": step("torchao-mxfp8", Stacks(multiple=32), **stacks),
+            "peer": step("bf16-true", Torchao(multiple=32)),
+        },
+    }
+    beside = [[name, *compared(steps, rounds)] for name, steps in peers.items()]
+    body = (
+        table(["precision", "held", "paper"], rows),
+        table(head, lines),
+        table(["peer", "step, ms", "over the peer (least to greatest)"], beside),
+    )
+    setting = f"{versions('torch', 'bitsandbytes', 'torchao', 'peft')}, one thread"
     write("experts", (__doc__ or "").splitlines()[0], "\n\n".join([*body, setting]))
 
 
