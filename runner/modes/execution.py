@@ -113,6 +113,7 @@ class TrialResult(NamedTuple):
         matrix_layers: names of the converted layers that hold a matrix.
         experts: dotted names of the stacked weights that are multiplied expert by expert, and
             whether each is transposed.
+        left_stacks: see ForwardWatch.
     """
 
     layers_run: set[str]
@@ -120,6 +121,7 @@ class TrialResult(NamedTuple):
     forward_completed: bool
     matrix_layers: list[str]
     experts: dict[str, bool]
+    left_stacks: dict[str, str]
 
 
 def build_proven_model(
@@ -154,6 +156,7 @@ def build_proven_model(
     if not (experts or _converts(built) or adapted_layers(built.model)):
         return built
     trial = _trial(setup, built, inputs)
+    left_stacks = trial.left_stacks
     # Stacked weights that a forward had to find, or whose matrices it multiplies the other way.
     is_corrected = any(experts[name] is not found for name, found in trial.experts.items())
     rebuilds = is_corrected or bool(trial.bypass_reasons)
@@ -181,9 +184,10 @@ def build_proven_model(
     if trial.bypass_reasons:
         reasons = _reasons_text(trial.bypass_reasons)
         ignored = sorted({*precision.bypassed, *trial.bypass_reasons})
+        left = _names_text(precision.bypassed)
+        where = f" That shows only where {left} are left as they were." * bool(left)
         raise ConfigError(
-            f"precision={precision.name}: {reasons}. That shows only where "
-            f"{_names_text(precision.bypassed)} are left as they were. Type "
+            f"precision={precision.name}: {reasons}.{where} Type "
             f"precision.ignore_modules=[{','.join(ignored)}]."
         )
     if not trial.forward_completed:
@@ -195,7 +199,11 @@ def build_proven_model(
             "call them. Type a precision without conversion, for example precision=bf16-mixed."
         )
     idle = {row.module for row in built.report.modules if row.done} - trial.layers_run
-    return built._replace(report=_with_fate(built.report, idle, False, NOT_RUN_REASON))
+    report = _with_fate(built.report, idle, False, NOT_RUN_REASON)
+    for name, why in left_stacks.items():
+        is_done = any(row.done for row in report.modules if row.module == name)
+        report = _with_fate(report, {name}, is_done, f"in part, for {why}" if is_done else why)
+    return built._replace(report=report)
 
 
 def _converts(built: BuiltModel) -> bool:
@@ -249,6 +257,7 @@ def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -
         bypass_reasons=dict(sorted(pair for one in every for pair in one.bypass_reasons.items())),
         forward_completed=all(one.forward_completed for one in every),
         experts=dict(sorted(pair for one in every for pair in one.experts.items())),
+        left_stacks={name: why for one in every for name, why in one.left_stacks.items()},
     )
     return setup.strategy.broadcast_object(together)
 
@@ -286,7 +295,8 @@ def _process_trial(
     setup.strategy.drop_gathered_weights()
     matrices = [name for name, layer in converted.items() if holds_matrix(layer)]
     bypassed = _bypass_reasons(watch)
-    return TrialResult(watch.executed, bypassed, completed, matrices, watch.experts())
+    found = watch.experts(), watch.left_stacks
+    return TrialResult(watch.executed, bypassed, completed, matrices, *found)
 
 
 def _find_wide_inputs(

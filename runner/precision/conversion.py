@@ -103,13 +103,11 @@ def convert_modules(
             on a weight that would be replaced.
     """
     pairs = classify_modules(model, tuple(converters), rules)
+    candidates = _candidates(pairs, rules) if rules.finds_experts else {}
     chosen = [(row.module, module) for row, module in pairs if row.done]
+    chosen = [(path, module) for path, module in chosen if module not in candidates]
     report = ConversionReport(tuple(row for row, _ in pairs))
-    candidates = {}
-    if rules.finds_experts:
-        skipped = {module for row, module in pairs if not row.done and row.why not in _CHOICES}
-        candidates = {module: possible_stacks(module) for module in skipped}
-    if chosen or not any(candidates.values()):
+    if chosen or not candidates:
         _check_conversion(rules, report, chosen)
     for path, module in chosen:
         # In evaluation nn.TransformerEncoderLayer reads its parts' weights and does not call their
@@ -131,9 +129,23 @@ def convert_modules(
                 f"{type(error).__name__}: {error} Type precision.ignore_modules=[{pattern}]."
             ) from error
     for module, stacks in candidates.items():
-        if stacks:
-            convert_experts(module, stacks, None)
+        convert_experts(module, stacks, None)
     return report
+
+
+def _candidates(
+    pairs: Sequence[tuple[ModuleConversion, nn.Module]], rules: ConversionRules
+) -> dict[nn.Module, dict[str, bool]]:
+    """Return the modules with stacked weights of which a forward is to show whether they are
+    experts, and the names of those weights."""
+    found = {}
+    for row, module in pairs:
+        stacks = possible_stacks(module) if row.why not in _CHOICES else {}
+        # precision.experts may name one of several; transformers declares all.
+        known = rules.stacks(row.module, module) if row.done else {}
+        if stacks.keys() - known.keys() and not own_stacks(module):
+            found[module] = stacks
+    return found
 
 
 def classify_modules(
@@ -349,8 +361,8 @@ def _with_counts(
         matrices = weight_matrices(module)
         stacks = rules.stacks(row.module, module)
         if stacks:
-            # Biases of experts have two dimensions.
-            matrices = {name: matrices[name] for name in stacks}
+            count = len(matrices[next(iter(stacks))])
+            matrices = {n: p for n, p in matrices.items() if n in stacks or not _is_bias(p, count)}
         elements = {n: p.numel() for n, p in matrices.items() if owners[id(p)] == row.module}
         others = {owners[id(p)] for p in matrices.values()} - {row.module}
         names = stacks or ("weight",)
@@ -365,6 +377,11 @@ def _with_counts(
     return counted_pairs
 
 
+def _is_bias(parameter: nn.Parameter, count: int) -> bool:
+    """Return whether a parameter beside the stacked weights of so many experts is their bias."""
+    return len(parameter) == count and (parameter.ndim == 2 or 1 in parameter.shape)
+
+
 def _reason_of_other(module: nn.Module, name: str) -> str:
     """Return why a module with matrix weights is not a layer that the named precision converts."""
     if isinstance(module, nn.MultiheadAttention):
@@ -376,7 +393,10 @@ def _reason_of_other(module: nn.Module, name: str) -> str:
     if type(module).__module__.startswith("torch.nn."):
         return f"precision={name} converts linear layers only"
     names = ", ".join(weight_matrices(module))
-    return f"holds its own {names}; precision={name} converts linear layers only"
+    kinds = "linear layers only"
+    if possible_stacks(module):
+        kinds = "linear layers, and stacked experts that precision.experts names"
+    return f"holds its own {names}; precision={name} converts {kinds}"
 
 
 def _check_conversion(

@@ -116,9 +116,21 @@ class ForwardWatch(TorchFunctionMode):
         watches = {
             name: self._watches[module]
             for name, module in self.layers.items()
+            # Of those whose use it was to show, others may be experts.
             if isinstance(module, Experts)
+            and not (module.is_trial and self._watches[module].transposed())
         }
         return {name: watch.obstacle() for name, watch in watches.items() if watch.obstacle()}
+
+    @property
+    def left_stacks(self) -> dict[str, str]:
+        """Return why stacked weights whose use the forward was to show are no experts, by the name
+        of their module in reports."""
+        return {
+            name or ROOT_NAME: self._watches[module].obstacle()
+            for name, module in self.model.named_modules()
+            if isinstance(module, Experts) and module.is_trial and self._watches[module].obstacle()
+        }
 
     def experts(self) -> dict[str, bool]:
         """Return the dotted names of the stacked weights whose products the forward computed with

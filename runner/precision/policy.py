@@ -26,7 +26,7 @@ from runner.precision import options
 from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
-from runner.precision.conversion_proof import ForwardWatch, converted_layers
+from runner.precision.conversion_proof import ForwardWatch, converted_layers, expert_layouts
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.loss_scale import describe_hooks, gradient_hooks
 from runner.precision.registry import precision_config
@@ -525,11 +525,20 @@ def _prove_layers_called(
 
     Raises:
         PolicyError: the model reads the weight of a layer and does not call the layer, so that
-            nothing would be computed in the precision.
+            nothing would be computed in the precision, or multiplies experts along the dimension
+            that they are not packed along.
     """
     # Compiled code runs past the watch; it is compiled in the second forward.
     with torch.compiler.set_stance("force_eager"), ForwardWatch(model, layers) as watch:
         yield
+    layouts = expert_layouts(model)
+    wrong = [stack for stack, found in watch.experts().items() if layouts[stack] is not found]
+    if wrong:
+        layout, other = ("in, out", "") if layouts[wrong[0]] else ("out, in", ":in_out")
+        raise PolicyError(
+            f"experts says that {wrong[0]} is [experts, {layout}], and the model multiplies its "
+            f"other dimension. Make the policy with experts=['{wrong[0]}{other}']."
+        )
     if watch.bypassed:
         names = sorted(watch.bypassed)
         raise PolicyError(

@@ -122,6 +122,7 @@ def build_model(
     if start is not None and loads_packed:
         precision.leave_unconverted(start.content.get("bypassed", {}))
         precision.expert_layouts = {**start.content.get("experts", {}), **precision.expert_layouts}
+        precision.finds_experts = False  # the checkpoint names them
     adapter = adapters.build_adapter(spec.adapter)
     held = start.content["model"] if start is not None and loads_packed else ()
     notes = _notes_on_parts(model, adapter, held, precision.expert_layouts)
@@ -129,8 +130,7 @@ def build_model(
         adapter.read_plain_weights(model, precision.bypassed)
     model, report = precision.convert(model, device)
     if adapter is not None:
-        finds = precision.finds_experts and not loads_packed
-        adapter.split_experts(model, precision.expert_layouts, finds)
+        adapter.split_experts(model, precision.expert_layouts, precision.finds_experts)
         add = adapter.add_for_checkpoint if loads_packed else adapter.add
         add(model, precision.storage, precision.bypassed)
     # Packed weights fit the converted layers only, and an adapter's only the adapted ones.

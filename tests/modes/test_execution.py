@@ -24,6 +24,7 @@ from runner.precision.conversion_report import ConversionReport
 from runner.training.model import BuiltModel
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.regression import Regression
+from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-int8")
@@ -260,6 +261,47 @@ def test_parameters_of_three_dimensions_cost_no_second_build(name):
     plain, _ = plain.convert(Tables(), CPU)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     assert vars(model).keys() == vars(plain).keys()
+
+
+class Routed(nn.Module):
+    """Experts of whom `last` says how their last product is written, behind a layer."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.last = last
+        self.first = nn.Parameter(torch.randn(4, 48, 32) / 6)
+        self.first_bias = nn.Parameter(torch.zeros(4, 1, 48))
+        self.second = nn.Parameter(torch.randn(4, 48, 32) / 6)
+        self.scores = nn.Parameter(torch.randn(32, 4))
+
+    def forward(self, x):
+        x = self.layer(x)
+        inner = x.expand(4, -1, -1) @ self.first.mT + self.first_bias
+        scores = (x @ self.scores).softmax(-1)
+        if self.last == "einsum":
+            return torch.einsum("enh,ehd,ne->nd", inner, self.second, scores)
+        outputs = torch.baddbmm(x.expand(4, -1, -1), inner, self.second)
+        return (outputs * scores.mT[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("named", [[], ["first"], ["second:in_out"], ["first:in_out"]])
+@pytest.mark.parametrize("last", ["einsum", "baddbmm"])
+def test_stacks_are_found_beside_named_ones_and_a_left_one_is_counted_and_named(last, named):
+    is_left = last == "einsum"
+    precision = registry.load_precision("bnb-nf4", experts=named)
+    if is_left and named == ["second:in_out"]:
+        with pytest.raises(ConfigError, match="uses second in einsum, which is no product"):
+            built(precision, lambda: Routed(last))
+        return
+    found = built(precision, lambda: Routed(last))
+    stack = 4 * 48 * 32
+    packed = 32 * 32 + stack * (1 if is_left else 2)
+    assert found.report.weight_counts == (packed, 32 * 32 + 2 * stack + 32 * 4)
+    why = "its forward uses second in einsum, which is no product with each expert"
+    assert found.report.modules[0].why == (f"in part, for {why}" if is_left else "")
+    layouts = {"first": False} if is_left else {"first": False, "second": True}
+    assert precision.expert_layouts == layouts
 
 
 class Exchanged(nn.Module):

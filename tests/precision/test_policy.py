@@ -1,6 +1,7 @@
 """A precision in a loop of one's own: it computes what the runner's loop computes, and refuses
 calls that would compute something else."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -383,6 +384,23 @@ def test_layers_that_the_model_passes_by_are_refused():
     refused = pytest.raises(PolicyError, match="of a, b and does not call the layer")
     with policy.session(), refused, policy.forward():
         model(torch.zeros(2, 32))
+
+
+def test_experts_that_are_packed_along_the_wrong_dimension_are_refused():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = nn.Parameter(torch.ones(2, 32, 32))
+
+        def forward(self, x):
+            return x @ self.stack[0]
+
+    for experts, right in ((["stack"], "stack:in_out"), (["stack:in_out"], "")):
+        policy = precision("bnb-nf4", experts=experts)
+        model = policy.convert(Experts())
+        refusal = pytest.raises(PolicyError, match=rf"Make the policy with experts=\['{right}'")
+        with policy.session(), refusal if right else nullcontext(), policy.forward():
+            model(torch.zeros(2, 32))
 
 
 def test_frozen_four_bit_weights_train_what_is_not_converted():

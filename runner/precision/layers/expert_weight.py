@@ -171,6 +171,12 @@ def _matmul(input: Tensor, other: Tensor) -> Any:
     return NotImplemented if is_vector else _multiply(input, other, contracts_last=False)  # type: ignore[arg-type]
 
 
+def _addmm(input: Tensor, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    is_known = beta == alpha == 1 and not isinstance(input, ExpertWeight)
+    output = _matmul(mat1, mat2) if is_known else NotImplemented
+    return output if output is NotImplemented else input.to(output.dtype) + output
+
+
 def _grouped_mm(
     input: Tensor,
     mat2: Tensor,
@@ -282,6 +288,7 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     rules: dict[Any, Callable[..., Any]] = {F.linear: _linear, torch.einsum: _einsum}
     of_tensors = {
         _matmul: "__matmul__ matmul mm bmm mv",
+        _addmm: "addmm baddbmm",
         _transpose: "transpose swapaxes swapdims",
         _permute: "permute",
         _flip: "t",

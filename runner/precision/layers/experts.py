@@ -65,7 +65,8 @@ def possible_stacks(module: nn.Module) -> dict[str, bool]:
     return {
         name: False
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and len(parameter) > 1 and parameter.is_floating_point()
+        # A bias of experts may be [experts, 1, out].
+        if parameter.ndim == 3 and 1 not in parameter.shape and parameter.is_floating_point()
     }
 
 
@@ -152,8 +153,9 @@ class ExpertsWatch:
 
     def obstacle(self) -> str:
         """Return why the module's experts cannot be converted; empty where they can."""
-        for stack, function in self.other_uses.items():
-            return f"its forward uses {stack} in {function}, which is no product with each expert"
+        if self.other_uses:
+            stacks, functions = map(", ".join, (self.other_uses, {*self.other_uses.values()}))
+            return f"its forward uses {stacks} in {functions}, which is no product with each expert"
         for stack, found in self.contracted.items():
             if len(found) > 1:
                 return f"its forward multiplies both dimensions of {stack}"

@@ -352,6 +352,8 @@ FORMS = {
     "no rows": lambda x, w: x[:0] @ w[1],
     "one group": lambda x, w: F.grouped_mm(x, w, offs=torch.tensor([0, 0, 0, 11]).int()),
     "cast to it": lambda x, w: x.double().type_as(w) @ w[0],
+    "addmm": lambda x, w: torch.addmm(x[0, :1], x, w[1]),
+    "addmm, scaled": lambda x, w: torch.addmm(x[0, :1], x, w[1], alpha=2.0),
     "summed": lambda x, w: (x @ w[0]) * w.mean(),
 }
 
