@@ -40,7 +40,6 @@ from runner.sweeps.report.pages import answer_record, summary_markdown, write_re
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text, with_longer_lists
-from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
 from runner.tracking.journal import latest_journal
@@ -227,6 +226,7 @@ class Sweep:
         self.begin()
         # Where other machines run the jobs, their number at once is not known.
         busy = self._others.share() if self.manifest.jobs_at_once else 0.0
+        busy = max(busy, self.manifest.busy)  # a resumed sweep's jobs ran in several processes
         self.manifest = replace(self.manifest, finished=not data.is_unfinished, busy=busy)
         data = replace(data, busy=busy)
         results = data.results
@@ -383,7 +383,7 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
         advice_page.print_advice(console, data.advice)
         return
     console.print(conclusion_text(data), soft_wrap=True)
-    command = next_command(data, compare_with_baselines(data.results))
+    command = next_command(data, data.compared)
     if command and not data.no_answer:  # which says how to resume below
         console.print(f"Next: {command}", soft_wrap=True)
 

@@ -28,8 +28,8 @@ def busy_sentence(share: float) -> str:
     if share <= BUSY_SHARE:
         return ""
     return (
-        f"Other programs kept {share:.0%} of the processors busy; speeds may differ on a quiet "
-        "machine."
+        f"Other programs kept {share:.0%} of the processors busy, so that no difference in speed "
+        "counts as measured: repeat it on a quiet machine."
     )
 
 

@@ -130,6 +130,9 @@ def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
 
 def _group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of speeds with its range over seeds and a bar."""
+    is_real = any(job.kernels != "emulated" for job in c.group.jobs)
+    if c.speed_ratio is None and c.difference and is_real:
+        return Cell("not timed", "quiet")
     ratios = [other.speed_ratio.value for other in facts.groups if other.speed_ratio]
     bar = c.speed_ratio.value / max(ratios) if c.speed_ratio and ratios else None
     return Cell(format_ratio(c.speed_ratio), note=format_range(c.speed_ratio), bar=bar)

@@ -34,7 +34,6 @@ from runner.sweeps.verdict.compare import (
     Comparison,
     Group,
     caveats_of,
-    compare_with_baselines,
     has_several_models,
     qualities_by_seed,
     sweep_letter,
@@ -88,7 +87,7 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
 
 def conclusion_text(data: SweepData) -> str:
     """Return the result of a sweep and, in a sentence each, the reservations about it."""
-    compared = compare_with_baselines(data.results)
+    compared = data.compared
     return " ".join(
         [data.no_answer or conclusion_sentence(compared), *reservations(data, compared)]
     )
@@ -136,7 +135,7 @@ def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return what the numbers show, one sentence per device.
 
     Args:
-        comparisons: as compare_with_baselines() returns them.
+        comparisons: see SweepData.compared.
     """
     if any(sweep_letter(comparison.group.name) for comparison in comparisons):
         return _two_sweeps_sentence(comparisons)
@@ -376,15 +375,18 @@ def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:
         nothing: what did not train faster, where it is not.
     """
     name = comparison.group.name
+    ratio = comparison.speed_ratio
     if comparison.speed_verdict == "faster":
         text = f"{lead}: {speed_words(comparison)}"
     elif comparison.speed_verdict == "unclear":
-        ratio = comparison.speed_ratio
-        speed = f"{format_ratio(ratio)} × as fast ({format_range(ratio)} over seeds)"
+        over_seeds = format_range(ratio) and f" ({format_range(ratio)} over seeds)"
+        speed = f"{format_ratio(ratio)} × as fast{over_seeds}"
         text = f"Stay with {BASELINE}: {nothing} was measurably faster. {name} is {speed}"
     else:
         is_slower = comparison.speed_verdict == "slower"
-        speed = speed_words(comparison) if is_slower else f"about as fast as {BASELINE}"
+        range_words = format_range(ratio) and f" ({format_range(ratio)} ×)"
+        even = f"about as fast as {BASELINE}{range_words}"
+        speed = speed_words(comparison) if is_slower else even
         text = f"Stay with {BASELINE}: {nothing} trained faster. {name} is {speed}"
     return ", ".join(filter(None, [text, _memory_clause(comparison)]))
 

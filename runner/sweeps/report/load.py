@@ -22,7 +22,7 @@ from runner.modes.result import RunResult, Status, read_results, shared_settings
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_text
-from runner.sweeps.verdict.compare import BASELINE, group_name
+from runner.sweeps.verdict.compare import BASELINE, Comparison, compare_with_baselines, group_name
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking import history
@@ -144,6 +144,11 @@ class SweepData:
     def results(self) -> list[RunResult]:
         """Return the result of each job."""
         return [job.result for job in self.jobs]
+
+    @property
+    def compared(self) -> list[Comparison]:
+        """Return each group of jobs that differ in their seeds alone, against its baseline."""
+        return compare_with_baselines(self.results, self.busy)
 
     @property
     def is_unfinished(self) -> bool:

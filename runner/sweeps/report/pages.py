@@ -48,7 +48,6 @@ from runner.sweeps.verdict.compare import (
     MIN_GAIN_ONE_SEED,
     MIN_GAIN_SEEDS,
     Comparison,
-    compare_with_baselines,
     sweep_letter,
 )
 from runner.sweeps.verdict.gate import gate_verdict
@@ -69,6 +68,7 @@ from runner.utils.markup import (
     to_html,
     to_markdown,
 )
+from runner.utils.other_programs import BUSY_SHARE
 from runner.utils.plots import svg_element
 from runner.utils.secrets import redact, redact_values
 
@@ -92,7 +92,9 @@ own: of 20 equal precisions one falls outside by chance."""
 SPEED_NOTE = """examples/s of training, without the first block of steps and without evaluations (in
 mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
 the medians, with the range over seeds. Called faster or slower where the range excludes 1 and the
-median is more than {several:.0%} from it ({single:.0%} with one seed)."""
+median is more than {several:.0%} from it ({single:.0%} with one seed), and unclear where other
+programs kept more than {busy:.0%} of a CPU busy. Not timed where one of the jobs took less than a
+quarter of a second for its steps."""
 TWO_SWEEPS_NOTE = f"""the jobs of A and of B are compared with {BASELINE} of A. B's seeds are paired
 with A's where both are the same. Whatever differs between A and B may be the cause of a verdict on
 B."""
@@ -114,7 +116,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be written to.
     """
-    compared = compare_with_baselines(data.results)
+    compared = data.compared
     title = _page_title(data)
     if data.advice:
         answer = list(advice_page.advice_blocks(data.advice))
@@ -164,7 +166,7 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
     if data.advice:
         parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
     else:
-        compared = compare_with_baselines(data.results)
+        compared = data.compared
         failures = failure_sentence(compared, data.missing_jobs_clause)
         # The command is in the run's tag, caveats are in the report.
         rest = [links, markdown_text(failures), markdown_text(data.speed_reservation)]
@@ -318,7 +320,8 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
         source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
         yield "Verdict", VERDICT_NOTE.format(test=source)
     if any(c.speed_ratio for c in compared if not c.is_baseline):
-        yield "Speed", SPEED_NOTE.format(several=MIN_GAIN_SEEDS, single=MIN_GAIN_ONE_SEED)
+        limits = {"several": MIN_GAIN_SEEDS, "single": MIN_GAIN_ONE_SEED, "busy": BUSY_SHARE}
+        yield "Speed", SPEED_NOTE.format(**limits)
     if any(sweep_letter(group.name) for group in finished):
         yield "Two sweeps", TWO_SWEEPS_NOTE
     names_by_rounding = grouped(
@@ -366,7 +369,7 @@ def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], in
                 comparison = replace(comparison, speed_ratio=None, memory_ratio=memory)
             judged.append((comparison, rating_words(verdict)))
     else:
-        compared = compare_with_baselines(data.results)
+        compared = data.compared
         judged = [(comparison, verdict_words(comparison)) for comparison in compared]
     metrics = {}
     tags = {}

@@ -23,6 +23,7 @@ from runner.sweeps.verdict.statistics import (
     quality_difference,
 )
 from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.other_programs import BUSY_SHARE
 
 BASELINE = "32-true"
 """The precision that every other one is compared with."""
@@ -199,6 +200,7 @@ class Comparison:
             above 1 if the group is faster.
         memory_ratio: Group.memory_mib over the baseline's.
         difference: quality minus the baseline's.
+        was_busy: other programs kept busy the CPU that it trained on, so that no speed is judged.
     """
 
     group: Group
@@ -206,6 +208,7 @@ class Comparison:
     speed_ratio: Ratio | None = None
     memory_ratio: float | None = None
     difference: Difference | None = None
+    was_busy: bool = False
 
     @property
     def is_baseline(self) -> bool:
@@ -230,6 +233,8 @@ class Comparison:
         ratio = self.speed_ratio
         if ratio is None or self.is_baseline:
             return ""
+        if self.was_busy:
+            return "unclear"
         min_gain = MIN_GAIN_ONE_SEED if ratio.n == 1 else MIN_GAIN_SEEDS
         # Both: a range that excludes 1 by a hair is no gain, and a large median whose range
         # includes 1 may be chance.
@@ -240,18 +245,16 @@ class Comparison:
         return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
 
 
-def compare_with_baselines(
-    results: Sequence[RunResult], baseline: str = BASELINE
-) -> list[Comparison]:
+def compare_with_baselines(results: Sequence[RunResult], busy: float = 0.0) -> list[Comparison]:
     """Compare every group of a sweep with its baseline, in the order of group_jobs().
 
     Args:
         results: of the jobs.
-        baseline: the precision that the others are compared with.
+        busy: share of the processors that other programs kept busy meanwhile.
     """
     groups = group_jobs(results)
     candidates = {
-        (group.settings, group.device): group for group in groups if group.precision == baseline
+        (group.settings, group.device): group for group in groups if group.precision == BASELINE
     }
     pairs = [(group, _baseline_of(group, candidates)) for group in groups]
     used = {id(base) for group, base in pairs if base is not group}
@@ -259,7 +262,7 @@ def compare_with_baselines(
     for group, base in pairs:
         # A baseline that no other group is compared with is an ordinary row.
         is_alone = base is group and id(group) not in used
-        compared.append(compare_two_groups(group, None if is_alone else base))
+        compared.append(compare_two_groups(group, None if is_alone else base, busy))
     return compared
 
 
@@ -285,8 +288,9 @@ def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> G
     return None
 
 
-def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
-    """Compare a group with a baseline; without ratios if either has no finished job."""
+def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) -> Comparison:
+    """Compare a group with a baseline; without ratios if either has no finished job. For `busy` see
+    compare_with_baselines."""
     if baseline is None or not baseline.finished_count or not group.finished_count:
         return Comparison(group, baseline)
     memory_ratio = None
@@ -295,7 +299,12 @@ def compare_two_groups(group: Group, baseline: Group | None) -> Comparison:
     if group.memory_mib is not None and baseline.memory_mib and is_comparable:
         memory_ratio = group.memory_mib / baseline.memory_mib
     return Comparison(
-        group, baseline, _speed_ratio(group, baseline), memory_ratio, _difference(group, baseline)
+        group,
+        baseline,
+        _speed_ratio(group, baseline),
+        memory_ratio,
+        _difference(group, baseline),
+        was_busy=group.is_on_cpu and busy > BUSY_SHARE,
     )
 
 
@@ -321,8 +330,12 @@ def qualities_by_seed(group: Group) -> SeedValues:
 def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
     """Return the ratios of examples/s with the range over seeds.
 
-    A job that was too short has no speed; the remaining seeds are still compared pairwise.
+    None where a job that finished has no speed, for it was too short or is emulated: the fastest
+    jobs are the shortest ones, and without them the rest would not stand for their group.
     """
+    jobs = (*group.jobs, *baseline.jobs)
+    if any(job.outcome == "finished" and not job.examples_per_second for job in jobs):
+        return None
     speeds = _speeds_by_seed(group)
     base_speeds = _speeds_by_seed(baseline)
     pairs = pair_by_seed(speeds, base_speeds)
@@ -341,7 +354,7 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
 
 
 def _speeds_by_seed(group: Group) -> SeedValues:
-    """Return (seed, examples/s) of each job; None for one that failed or was too short."""
+    """Return (seed, examples/s) of each job; None for one that failed."""
     return [
         (job.seed, (job.status == "finished" and job.examples_per_second) or None)
         for job in group.jobs

@@ -219,7 +219,7 @@ def _verdict(
     if rating is Verdict.DIVERGED:
         diverged = [job for job in group.jobs if job.outcome == "diverged"]
         diverged_step = min(job.diverged_step or job.steps for job in diverged)
-    comparison = replace(compare_two_groups(group, base), difference=test)
+    comparison = replace(compare_two_groups(group, base, settings.busy), difference=test)
     if base is not None and base.device != group.device:
         # A recorded baseline of another machine: neither its speed nor its memory compares.
         comparison = replace(comparison, speed_ratio=None, memory_ratio=None)

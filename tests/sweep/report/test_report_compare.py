@@ -174,7 +174,8 @@ def test_conclusion_of_several_seeds():
 def test_a_difference_within_the_noise_is_no_gain():
     sweep = [*seeds("32-true", NOISY), *seeds("b", SAME, (99.0, 120.0, 130.0))]
     assert conclusion_of(*sweep).startswith(
-        "Stay with 32-true: nothing as good trained faster. b is about as fast as 32-true; "
+        "Stay with 32-true: nothing as good trained faster. b is about as fast as 32-true (0.99 to "
+        "1.30 ×); "
     )
     assert recommended_precision(compare_with_baselines(sweep)).group.name == "32-true"
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, (300.0,) * 3)]
@@ -317,12 +318,31 @@ def test_the_command_that_follows_an_answer_is(count, typed, wanted):
     assert next_command(data, compare_with_baselines(jobs)) == wanted
 
 
-def test_a_busy_machine_is_a_reservation_about_what_trained_on_its_processors():
-    speeds = {"32-true": 100.0, "b": 200.0}
-    jobs = [finished(name, device=CPU, examples_per_second=v) for name, v in speeds.items()]
-    assert "Other programs kept 60% of the processors busy" in conclusion_of(*jobs, busy=0.6)
-    on_gpu = [replace(job, device=GPU, device_type="cuda") for job in jobs]
-    assert "Other programs" not in conclusion_of(*on_gpu, busy=0.6)
+@pytest.mark.parametrize("count", [1, 3])
+def test_on_a_busy_machine_nothing_that_trained_on_its_processors_is_faster(count):
+    jobs = [*seeds("32-true", SAME[:count]), *seeds("b", SAME[:count], (200.0, 210.0, 220.0))]
+    on_cpu = [replace(job, device=CPU, device_type="cpu") for job in jobs]
+    range_words = " (2.00 to 2.20 over seeds)" if count > 1 else ""
+    for busy, found in ((0.6, on_cpu), (0.2, on_cpu), (0.6, jobs)):
+        text = conclusion_of(*found, busy=busy)
+        is_doubtful = busy > 0.25 and found is on_cpu
+        assert ("Other programs kept 60% of the processors busy, so that" in text) is is_doubtful
+        assert text.startswith("Stay with 32-true: nothing") is is_doubtful
+        assert (
+            f"faster. b is 2.{10 * (count > 1):02d} × as fast{range_words}" in text
+        ) is is_doubtful
+
+
+def test_no_speed_is_compared_where_a_job_of_either_was_too_short():
+    """The fastest jobs are the shortest ones."""
+    for short in ("32-true", "b"):
+        jobs = [*seeds("32-true", SAME), *seeds("b", SAME, (50.0, 60.0, 70.0))]
+        cut = next(job for job in jobs if job.precision == short)
+        jobs[jobs.index(cut)] = replace(cut, examples_per_second=None)
+        assert conclusion_of(*jobs).startswith("Too short for a comparison of speed")
+        table = groups_table(compare_with_baselines(jobs), None)
+        column = table.head.index("speed × 32-true")
+        assert [row[column].text for row in table.rows][1] == "not timed"
 
 
 def test_one_seed_recommends_nothing():
