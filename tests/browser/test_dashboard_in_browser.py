@@ -6,9 +6,8 @@ import warnings
 
 import pytest
 
-from runner.modes.result import read_results
 from runner.sweeps.report.conclusion import conclusion_sentence
-from runner.sweeps.verdict.compare import compare_with_baselines
+from runner.sweeps.report.load import load_from_folder
 from runner.tracking import dashboard
 
 pytestmark = pytest.mark.slow
@@ -40,7 +39,7 @@ def results(folder):
 
 
 def answer(folder):
-    return conclusion_sentence(compare_with_baselines(read_results(folder)))
+    return conclusion_sentence(load_from_folder(folder).compared)
 
 
 def axes(page):
