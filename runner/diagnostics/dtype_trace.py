@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.training.model_call import plain_module
 from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.tensors import dtype_name, inner_tensors
 
@@ -99,14 +100,14 @@ class DtypeProbe(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # Inside the wrapper of torch.compile.
-        self.model = getattr(model, "_orig_mod", model)
+        # Modules have the names that the conversion's report gives them.
+        self.model = plain_module(model)
         self._tape = ModuleTape()
         self.seen: _Seen = defaultdict(lambda: defaultdict(set))
         self.work: Counter[tuple[str, str, str]] = Counter()
         self.input_rows: Counter[str] = Counter()
         # Compiled kernels are not dispatched one by one.
-        self._shows_kernels = self.model is model
+        self._shows_kernels = not hasattr(model, "_orig_mod")
 
     def __enter__(self) -> "DtypeProbe":
         if any(module._compiled_call_impl for module in self.model.modules()):

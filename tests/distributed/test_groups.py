@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore
 
+from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.distributed import torchrun
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
@@ -90,6 +91,15 @@ def test_ddp_reduces_once_per_step_in_float32(alone, monkeypatch):
         reduced.clear()
         train_step(state, micros(1))
         assert reduced == [torch.float64]
+
+
+def test_the_dtypes_of_a_module_inside_ddp_have_its_name_in_the_model(alone):
+    strategy = DDP()
+    with strategy.session():
+        state = state_of(strategy)
+        with DtypeProbe(state.model) as probe:
+            train_step(state, micros(1))
+    assert {module for module, _, _ in probe.work} == {"0", "1.inner", "2.inner"}
 
 
 def test_units_that_name_no_module_are_refused(alone):
