@@ -12,6 +12,7 @@ compare it with the model, inputs.
 """
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from runner.data.batch_layout import PositionalInputs
@@ -173,7 +174,9 @@ def _write_program(
     """
     device = next(iter(_named_tensors(example).values())).device
     evaluate = partial(_evaluate, precision, call)
-    with _evaluation_mode(model, precision, device), suppress_import_warnings():
+    # Fake tensors would log a traceback of what the export's error says.
+    silent = suppress_import_warnings(logging.ERROR)
+    with _evaluation_mode(model, precision, device), silent:
         expected = evaluate(device, model, example)
         program = _trace(_ProgramForward(_on_cpu(model), evaluate, type(example)), example, lengths)
         shapes = _traced_shapes(program, [*_named_tensors(example)])
@@ -225,7 +228,12 @@ class _ProgramForward(nn.Module):
             inputs = self._kind(inputs)
         elif self._kind is PositionalInputs:
             inputs = PositionalInputs(arguments)
-        return self._evaluate(CPU_DEVICE, self.model, inputs)
+        try:
+            return self._evaluate(CPU_DEVICE, self.model, inputs)
+        except GuardOnDataDependentSymNode as error:
+            # For torch's own error torch.export prints the graph up to here.
+            what = "its forward decides by the data what it computes"
+            raise ExportError(f"{what}, which torch.export cannot write") from error
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:

@@ -257,7 +257,7 @@ def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
                 made = _export(run, state, inputs)
         except Exception as error:
             run.signals.check()
-            reason = error_line(error)
+            reason = error_line(error).rstrip(".")
             run.say(f"The model is not in MLflow, its checkpoint has the weights: {reason}.")
             return
     run.tracker.model(made.path.parent, {**made.facts, "step": state.step})

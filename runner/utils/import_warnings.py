@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def suppress_import_warnings() -> Iterator[None]:
-    """Suppress Python warnings, and log records below ERROR, within a context."""
+def suppress_import_warnings(level: int = logging.WARNING) -> Iterator[None]:
+    """Suppress Python warnings, and log records up to a level, within a context."""
     previous_level = logging.root.manager.disable
-    # A caller may have disabled more than warnings already.
-    logging.disable(max(previous_level, logging.WARNING))
+    # A caller may have disabled more already.
+    logging.disable(max(previous_level, level))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

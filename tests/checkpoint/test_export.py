@@ -193,6 +193,11 @@ class Branches(nn.Module):
         return x + 1 if x.sum() > 0 else x - 1
 
 
+class Grouped(nn.Module):
+    def forward(self, x):
+        return torch._grouped_mm(x, x.mT[None], offs=torch.tensor([len(x)], dtype=torch.int32))
+
+
 class Counts(nn.Module):
     calls = itertools.count(1)
 
@@ -227,7 +232,7 @@ class Second(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Branches, "data-dependent"),
+        (Branches, "its forward decides by the data what it computes"),
         (Counts, "differ"),
         (Fixed, "rows"),
         (Mean, "batch dimension"),
@@ -241,6 +246,13 @@ def test_the_error_of_a_failed_export_says_why_and_no_file_stays(tmp_path, kind,
         export(kind(), precision, torch.randn(6, 3), tmp_path)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [Branches, Grouped])
+def test_a_failed_export_prints_neither_a_graph_nor_a_traceback(tmp_path, capfd, kind):
+    with pytest.raises(ExportError):
+        export(kind(), TruePrecision("32-true", "float32"), torch.randn(4, 4), tmp_path)
+    assert capfd.readouterr().err == ""
 
 
 def test_inputs_that_are_no_tensor_are_refused(tmp_path):

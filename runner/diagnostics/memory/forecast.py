@@ -47,6 +47,7 @@ from runner.training.model import META_DEVICE, build_model, materialize_lazy_lay
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
+from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.tensors import GIB, float32_bytes
 from runner.utils.tpu import is_tpu
 
@@ -265,13 +266,12 @@ def _forecast(
         raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
         raise ForecastUnavailable("optimizer=lbfgs keeps more each step, up to its history_size.")
-    # It would write a traceback for each operator that has no rule for fake tensors.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, log.disabled = log.disabled, True
     try:
-        rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
-        # This size at least must run.
-        rehearsal.peak(spec.train.batch_size)
+        # Fake tensors would log a traceback for each operator that has no rule for them.
+        with suppress_import_warnings(logging.ERROR):
+            rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
+            # This size at least must run.
+            rehearsal.peak(spec.train.batch_size)
     except RunnerError:
         raise
     # Whatever fails on fake tensors may work on real ones; the forecast says so (`fallback`).
@@ -279,8 +279,6 @@ def _forecast(
         reason = str(error).strip().partition("\n")[0]
         fallback = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
         return PeakForecast(_extrapolated(real), fallback)
-    finally:
-        log.disabled = was_disabled
     return PeakForecast(rehearsal.peak)
 
 
