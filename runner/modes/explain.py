@@ -4,7 +4,7 @@ Nothing is trained, and nothing is recorded in the store.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 
 from rich.table import Table
@@ -21,7 +21,7 @@ from runner.precision.conversion import ROOT_NAME
 from runner.precision.conversion_report import ModuleConversion
 from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, KeptInFloat32
-from runner.precision.layers.experts import expert_parts, stack_names
+from runner.precision.layers.experts import Experts, expert_parts, stack_names
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
@@ -88,10 +88,9 @@ def explain(run: RunContext) -> None:
     if precision.emulated:
         run.say(f"emulated ({precision.compute_format}): kernels compute on rounded numbers")
     # The layers of experts' matrices would fill the table with equal rows.
-    hidden = {part for module in modules.values() for part in expert_parts(module)}
-    chosen = {
-        name: module for name, module in modules.items() if name in names and module not in hidden
-    }
+    holders = {part: module for module in modules.values() for part in expert_parts(module)}
+    shown = {holders.get(modules[name], modules[name]) for name in names}
+    chosen = {name: module for name, module in modules.items() if module in shown}
     run.console.print(_module_table(chosen, probe, built))
     for snapshot in snapshots:
         for line in _expert_lines(snapshot, chosen):
@@ -136,14 +135,20 @@ def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: Bu
         table.add_column(head, overflow="fold")
     traced = {row["module"]: row for row in probe.table()}
     conversions = {row.module: row for row in built.report.modules}
+    paths = {module: name or ROOT_NAME for name, module in built.model.named_modules()}
     for name, module in modules.items():
         path = name or ROOT_NAME
-        stores = _stored_formats(module)
+        # Of experts the row of the module that holds them tells what their layers do.
+        parts = [module, *expert_parts(module)]
+        stores = _union(map(_stored_formats, parts))
         row = traced.get(path)
         if row is None and not stores:
             continue
         flow = ["not called", "", "", ""]
         if row is not None:
+            rows = [traced[paths[part]] for part in parts if paths[part] in traced]
+            for key in ("computes", "gradients"):
+                row[key] = _union(each[key] for each in rows)
             flow = [row[key] for key in _FLOW_COLUMNS]
         # The layer that an adapter wraps has the wrapper's name in the report.
         reported = None
@@ -152,6 +157,11 @@ def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: Bu
         converted = _conversion_text(reported, module, built.model, name)
         table.add_row(path, type(module).__name__, stores, *flow, converted)
     return table
+
+
+def _union(formats: Iterable[str]) -> str:
+    """Return the formats in any of several texts, as `bfloat16 nf4`."""
+    return " ".join(sorted(set(" ".join(formats).split())))
 
 
 def _stored_formats(module: nn.Module) -> str:
@@ -189,6 +199,8 @@ def _conversion_text(
     if not reported.done:
         return f"no: {reported.why}"
     remark = f" ({reported.why})" if reported.why else ""
+    if isinstance(module, Experts):
+        return f"yes: {', '.join(module.transposed)}{remark}"
     # A conversion may leave the class as it is, and replace the weight.
     is_same_class = reported.kind == type(module).__name__
     return f"{'yes' if is_same_class else f'from {reported.kind}'}{remark}"

@@ -79,6 +79,13 @@ def cells(text, first):
             "",
             id="in float32",
         ),
+        pytest.param(
+            "body.3 data=digits ~model +model._target_=nets.Mixes precision=bnb-nf4 "
+            "precision.experts=[*.second]",
+            "Mixture, float32 nf4, float32, bfloat16, float32, float32, yes: second",
+            "",
+            id="one of two stacks of experts",
+        ),
     ],
 )
 def test_the_row_of_a_module(main, tmp_path, command, row, line):
@@ -99,6 +106,13 @@ def test_the_expert_that_a_format_hurts_most_is_named(main, precision):
     assert "type precision.ignore_modules=[model.layers.0.mlp.experts]" in done.stdout
     assert cells(done.stdout, "model.layers.0.mlp.experts")[0] == "MixtralExperts"
     assert "_experts" not in done.stdout
+
+
+def test_the_row_of_experts_stands_for_what_they_hold(main):
+    done = main("explain", "*.experts.act_fn", "precision=bnb-nf4", *MIXTURE.split())
+    assert done.rc == 0, done.stderr
+    _, stores, _, computes, *_ = cells(done.stdout, "model.layers.0.mlp.experts")
+    assert (stores, computes) == ("nf4", "bfloat16")
 
 
 def test_modules_that_store_nothing_and_do_not_run_have_no_row(main):
