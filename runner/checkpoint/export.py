@@ -111,7 +111,7 @@ def export(
     # Any error, because a model's forward is the user's code, and an export must not end a run that
     # has trained its weights.
     try:
-        _check_layers(model, precision)
+        check_layers(model, precision)
         example = _first_rows(example, _TRACED_ROWS)
         # Inputs that look like sequences: whole numbers [N, T], T from 2.
         lengths = [
@@ -131,7 +131,7 @@ def export(
         raise ExportError(error_line(error)) from error
 
 
-def _check_layers(model: nn.Module, precision: Precision) -> None:
+def check_layers(model: nn.Module, precision: Precision) -> None:
     """Refuse layers that no program of plain operations can hold.
 
     Raises:

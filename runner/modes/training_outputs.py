@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint.export import ExportedModel, ExportError, error_line, export
+from runner.checkpoint.export import ExportedModel, ExportError, check_layers, error_line, export
 from runner.config.messages import CPU_CASTS
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
@@ -244,13 +244,14 @@ def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
     if not run.tracker.takes_models or run.signals.is_stop_requested():
         return
     layers = sum(not module._modules for module in state.plain_model.modules())
-    # Tracing, writing, reading and comparing take about a tenth of a second for each.
-    if layers > 50 and not run.precision.converts_layers:
-        what = f"exporting {layers} layers for MLflow, about {layers / 10:.0f} s"
-        run.say(f"{what}; tracking.log_model=false leaves it out")
     # An export may take minutes and has nothing to lose, so a signal ends it at once.
     with run.signals.interruptible():
         try:
+            check_layers(state.plain_model, run.precision)
+            # Tracing, writing, reading and comparing take about a tenth of a second for each.
+            if layers > 50:
+                what = f"exporting {layers} layers for MLflow, about {layers / 10:.0f} s"
+                run.say(f"{what}; tracking.log_model=false leaves it out")
             inputs, _ = next(loader.epoch(0))
             # The metrics of the run are those of the weights that are evaluated.
             with state.evaluated_weights():

@@ -19,6 +19,7 @@ from runner.checkpoint.export import ExportError, export
 from runner.config.targets import build_group
 from runner.modes.training_outputs import save_model
 from runner.precision.contract import Precision
+from runner.precision.layers.experts import convert_experts
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
 from runner.training.model import build_model
@@ -334,7 +335,8 @@ def test_a_run_whose_model_cannot_be_exported_still_finishes(main, tmp_path, err
     assert "not in MLflow, its checkpoint has the weights: RuntimeError: four." in done.stdout
 
 
-def test_a_run_whose_loader_fails_at_the_export_still_finishes():
+def reported(model):
+    """Return what a run says whose loader fails at the export of a model."""
     messages = []
 
     class Loader:
@@ -345,8 +347,23 @@ def test_a_run_whose_loader_fails_at_the_export_still_finishes():
     signals = SimpleNamespace(
         is_stop_requested=lambda: False, interruptible=nullcontext, check=lambda: None
     )
-    run = SimpleNamespace(tracker=tracker, signals=signals, say=messages.append)
-    save_model(run, SimpleNamespace(plain_model=nn.Linear(1, 1)), Loader())
-    assert messages == [
+    precision = TruePrecision("32-true", "float32")
+    parts = {"tracker": tracker, "signals": signals, "precision": precision}
+    run = SimpleNamespace(say=messages.append, **parts)
+    save_model(run, SimpleNamespace(plain_model=model), Loader())
+    return messages
+
+
+def test_a_run_whose_loader_fails_at_the_export_still_finishes():
+    assert reported(nn.Linear(1, 1)) == [
         "The model is not in MLflow, its checkpoint has the weights: OSError: the data are gone."
     ]
+
+
+def test_the_time_of_an_export_that_is_refused_beforehand_is_not_announced():
+    layers = [nn.Linear(1, 1) for _ in range(60)]
+    assert reported(nn.Sequential(*layers))[0].startswith("exporting 60 layers for MLflow, about ")
+    experts = nn.Bilinear(2, 2, 2)
+    convert_experts(experts, {"weight": False}, None)
+    (message,) = reported(nn.Sequential(experts, *layers))
+    assert message.endswith("torch.export cannot write the additions of an adapter to experts.")
