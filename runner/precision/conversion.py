@@ -30,7 +30,7 @@ from runner.precision.layers.experts import (
     possible_stacks,
 )
 from runner.utils.errors import ConfigError
-from runner.utils.modules import select_modules
+from runner.utils.modules import matches_pattern, select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
 KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"
@@ -217,8 +217,8 @@ def named_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
         ConfigError: a pattern matches none.
     """
     # Under all its names: a stacked weight may be shared.
-    named = model.named_parameters(remove_duplicate=False)
-    names = [name for name, parameter in named if parameter.ndim == 3]
+    shapes = {n: [*p.shape] for n, p in model.named_parameters(remove_duplicate=False)}
+    names = [name for name, shape in shapes.items() if len(shape) == 3]
     found: dict[str, bool] = {}
     for pattern in map(str, patterns):
         name, _, layout = pattern.partition(":")
@@ -226,6 +226,13 @@ def named_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
             raise ConfigError(
                 f"precision.experts: {pattern} ends in :{layout}. Allowed: {name}, of a weight "
                 f"[experts, out, in], or {name}:in_out, of [experts, in, out]."
+            )
+        matches = [each for each in shapes if matches_pattern(name, each)]
+        if matches and not {*matches} & {*names}:
+            raise ConfigError(
+                f"precision.experts: {pattern} matches {matches[0]}, whose shape is "
+                f"{shapes[matches[0]]}. Allowed: weights of three dimensions, [experts, out, in] "
+                "or [experts, in, out]."
             )
         nothing = "no parameter of three dimensions"
         chosen = select_modules("precision.experts", [name], names, nothing)

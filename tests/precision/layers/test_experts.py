@@ -223,6 +223,10 @@ def test_a_name_that_is_no_stack_is_refused():
         load("float8 by row", experts=["first:out"]).convert(Mixture())
     with pytest.raises(ConfigError, match=r"experts: third matches no parameter"):
         load("float8 by row", experts=["third"]).convert(Mixture())
+    with pytest.raises(ConfigError, match=r"weight matches layer\.weight, whose shape is \[2, 3\]"):
+        load("float8 by row", experts=["*.weight"]).convert(
+            nn.ModuleDict({"layer": nn.Linear(3, 2)})
+        )
 
 
 class Last(Mixture):
