@@ -54,7 +54,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        return _wrong_override(as_typed(str(error.override)), first_line(error))
+        return _wrong_override(as_typed(str(error.override)))
     if isinstance(error, YAMLError):
         return _invalid_yaml(error)
     if isinstance(error, UnicodeDecodeError):
@@ -88,7 +88,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '(.*)'\n")
 
 
-def _wrong_override(override: str, reason: str) -> str:
+def _wrong_override(override: str) -> str:
     """Return a message for a word that Hydra's grammar does not take as an override."""
     key, _, value = override.partition("=")
     if re.match(r"{(.*[{,])? *[^ :,{}]*[\"'@][^ ,{}]*:", value):
@@ -97,9 +97,11 @@ def _wrong_override(override: str, reason: str) -> str:
         return f"{override} ends with a comma. Type a list without spaces, as in {override}<value>."
     if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return f"{override} holds characters that Hydra wants quoted. Type \"{key}='{value}'\"."
+    if override in COMMANDS:
+        return f"{override} comes before all else. Type python -m runner {override} ..."
     commands = get_close_matches(override, COMMANDS, n=1)
     typed = f"{commands[0]} or key=value" if commands else "key=value"
-    return f"{override} is not an override. Type {typed}; {reason}"
+    return f"{override} is not an override. Type {typed}."
 
 
 def _unresolved(error: InterpolationResolutionError) -> str:

@@ -125,7 +125,8 @@ def test_a_bug_has_its_traceback_here_and_in_the_runs_folder(running, error):
         ("--help precison", 2, "--help precison is not known. Allowed: doctor, explain,"),
         ("--cfg job", 0, "\nseed: 0\n"),
         ("--version", 0, f"runner {runner.__version__}, torch {torch.__version__.split('+')[0]}"),
-        ("doctr", 2, "doctr is not an override. Type doctor or key=value"),
+        ("doctr", 2, "doctr is not an override. Type doctor or key=value.\n"),
+        ("seed=1 explain x", 2, "comes before all else. Type python -m runner explain ...\n"),
     ],
 )
 def test_questions_are_answered(main, typed, status, text):
