@@ -200,10 +200,7 @@ def build_proven_model(
         )
     idle = {row.module for row in built.report.modules if row.done} - trial.layers_run
     report = _with_fate(built.report, idle, False, NOT_RUN_REASON)
-    for name, why in left_stacks.items():
-        is_done = any(row.done for row in report.modules if row.module == name)
-        report = _with_fate(report, {name}, is_done, f"in part, for {why}" if is_done else why)
-    return built._replace(report=report)
+    return built._replace(report=_with_left_stacks(report, left_stacks))
 
 
 def _converts(built: BuiltModel) -> bool:
@@ -214,6 +211,15 @@ def _with_fate(report: ConversionReport, names: set[str], done: bool, why: str) 
     """Return a report in which modules count as converted or not, for a reason."""
     rows = [replace(r, done=done, why=why) if r.module in names else r for r in report.modules]
     return replace(report, modules=tuple(rows))
+
+
+def _with_left_stacks(report: ConversionReport, left: Mapping[str, str]) -> ConversionReport:
+    """Return a report whose rows say why stacks of their modules were left, by the modules' names;
+    their other stacks may be converted."""
+    for name, why in left.items():
+        is_done = any(row.done for row in report.modules if row.module == name)
+        report = _with_fate(report, {name}, is_done, f"in part, for {why}" if is_done else why)
+    return report
 
 
 def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | None) -> BuiltModel:

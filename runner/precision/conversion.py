@@ -217,7 +217,8 @@ def named_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
         ConfigError: a pattern matches none.
     """
     # Under all its names: a stacked weight may be shared.
-    shapes = {n: [*p.shape] for n, p in model.named_parameters(remove_duplicate=False)}
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = {name: [*parameter.shape] for name, parameter in named if not is_lazy(parameter)}
     names = [name for name, shape in shapes.items() if len(shape) == 3]
     found: dict[str, bool] = {}
     for pattern in map(str, patterns):
