@@ -163,7 +163,8 @@ class TrainingCallbacks:
         """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
         reason = self.guard.stop_reason
         paths = checkpoints_in(self.run.checkpoint_folder) if reason else []
-        if not paths:
+        # Where every step was skipped, the weights are those that the run began with.
+        if not paths or self.state.skipped == self.state.step:
             return reason
         return f"{reason}\nThe last good weights: init.weights={relative_path(paths[-1])}"
 

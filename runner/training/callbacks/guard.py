@@ -23,6 +23,9 @@ rounded away."""
 MIN_LOSS_SCALE = 1.0
 """A loss scale below this shrinks gradients; scaling exists to enlarge them."""
 
+USUAL_LOSS_SCALE = 65536.0
+"""What loss scaling begins with by default; where it begins far above, every step overflows."""
+
 SPIKE_WINDOW_STEPS = 50
 """Steps whose losses a spike is compared with, at most."""
 
@@ -136,7 +139,7 @@ class Guard(RunCallback):
         if action == "ignore" or (action == "warn" and key in self._warned_keys):
             return
         explanation = self.explain(record) if key == "non_finite" else None
-        remedies = guard_remedies(self.spec, self.precision, key)
+        remedies = guard_remedies(self.spec, self.precision, key, record)
         advice = explanation or "Try " + " or ".join(remedies)
         if action == "stop":
             advice += f"; guard.{key}=warn continues regardless"
@@ -215,19 +218,33 @@ class EarlyStopping(RunCallback):
         return f"train.early_stop={self.patience}" if self._worse >= self.patience else ""
 
 
-def guard_remedies(spec: RunSpec, precision: Precision, key: str) -> Iterator[str]:
-    """Yield settings that may help, as they are typed on the command line.
+def guard_remedies(
+    spec: RunSpec, precision: Precision, key: str, record: StepRecord
+) -> Iterator[str]:
+    """Yield settings that may help against a finding, as they are typed on the command line.
 
     A wider range comes first where it may help.
+
+    Args:
+        spec: of the run.
+        precision: of the run.
+        key: of the finding.
+        record: of its step.
     """
+    # No step was applied: the weights, and with them the learning rate, are not the cause.
+    is_untrained = record.skipped_steps == record.step
     # It cures overflow and non-finite values; it does nothing against a spike.
     scale = spec.precision.get("loss_scale") or {}
     if key != "spike" and scale.get("fixed"):
         yield "precision.loss_scale.fixed=null"
+    elif is_untrained and (record.loss_scale or 0.0) > USUAL_LOSS_SCALE:
+        yield f"precision.loss_scale.init_scale={USUAL_LOSS_SCALE:g}"
     if key != "spike" and precision.wider_precision:
         yield f"precision={precision.wider_precision}"
         if precision.has_limited_range:
             yield "precision.keep_fp32=[<module>]"
+    if is_untrained:
+        return
     rate = spec.optimizer.get("lr")
     if isinstance(rate, float | int):
         yield f"optimizer.lr={rate / 10:g}"

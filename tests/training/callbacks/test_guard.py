@@ -113,6 +113,29 @@ def test_a_fixed_scale_is_the_first_thing_to_try(messages, step):
     assert "Try precision.loss_scale.fixed=null or precision=bf16-mixed" in guard.stop_reason
 
 
+@pytest.mark.parametrize(
+    ("scale", "fixed", "remedies"),
+    [
+        (1e9, True, "fixed=null or precision=bf16-mixed or precision.keep_fp32=[<module>]"),
+        (1e21, False, "init_scale=65536 or precision=bf16-mixed or precision.keep_fp32=[<module>]"),
+    ],
+)
+def test_where_every_step_was_skipped_the_learning_rate_is_no_cause(
+    messages, step, scale, fixed, remedies
+):
+    guard = make_guard(messages, overflow_steps=2)
+    loss_scale = {"fixed": scale if fixed else None}
+    guard.spec = replace(guard.spec, precision={"loss_scale": loss_scale})
+    guard.on_steps(tuple(step(n, scale, 1.0, n) for n in (1, 2)), None)
+    assert f"\nTry precision.loss_scale.{remedies}; guard.overflow=warn" in guard.stop_reason
+
+
+def test_after_an_applied_step_the_learning_rate_may_be_a_cause(messages, step):
+    guard = make_guard(messages, overflow_steps=2)
+    guard.on_steps((step(1, 8.0), step(2, 8.0, 1.0, 1), step(3, 8.0, 1.0, 2)), None)
+    assert "or optimizer.lr=0.01 or train.clip_norm=1.0;" in guard.stop_reason
+
+
 @pytest.mark.parametrize(("action", "stops"), [("warn", False), ("stop", True)])
 def test_a_collapsed_scale(messages, step, action, stops):
     guard = make_guard(messages, scale_floor=action)
