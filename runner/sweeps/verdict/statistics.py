@@ -192,7 +192,9 @@ def non_inferiority_test(
         verdict = _direction_verdict(mean, "min")
     elif mean + uncorrected <= margin:
         verdict = Verdict.INDISTINGUISHABLE
-    return Difference(verdict, mean, n, corrected, "paired t", margin)
+    # The interval that the verdict rests on.
+    half_width = uncorrected if verdict is Verdict.INDISTINGUISHABLE else corrected
+    return Difference(verdict, mean, n, half_width, "paired t", margin)
 
 
 def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, float]] | None:

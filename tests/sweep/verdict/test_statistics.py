@@ -119,6 +119,12 @@ def test_a_clear_increase_in_loss_is_worse_with_students_interval() -> None:
     assert found.margin == pytest.approx(0.1)
 
 
+def test_the_interval_is_the_one_that_the_verdict_rests_on() -> None:
+    few, many = (non_inferiority_test([-0.1, 0.0, 0.1], margin=0.2, family_size=n) for n in (1, 6))
+    assert (many.verdict, many.ci_half_width) == ("indistinguishable", few.ci_half_width)
+    assert many.ci_half_width < many.margin
+
+
 def test_false_alarms_are_as_rare_as_stated() -> None:
     """Six equal precisions judged together, without a tolerance to hide behind: a false "worse"
     among them in 5 % of the times, within three standard errors of 3000 draws."""
