@@ -132,7 +132,7 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
     styles = {}
     seeds: dict[int, list[str]] = {}
     for job in charts.jobs:
-        if job.curves:
+        if _curves([job], "train/loss", job.result.quality, VAL_LOSS):
             name = group_name(job.result)
             styles[name] = charts.style_of[name]
             of_dash = seeds.setdefault(charts.dash(job), [])

@@ -112,6 +112,11 @@ def test_precisions_differ_in_colour_and_seeds_in_dashes():
     assert first.get_linewidth() > last.get_linewidth()
 
 
+def test_a_group_without_a_curve_is_not_in_the_legend():
+    refused = replace(job("b"), curves={"memory/weights_mib": curve([9.0])})
+    assert [entry.name for entry in legend_entries(SweepData([job(), refused]))] == ["32-true"]
+
+
 def with_quality(precision, quality, seed=0):
     return job(precision, seed, metrics={"val/accuracy": quality})
 
