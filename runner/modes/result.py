@@ -216,8 +216,11 @@ class RunResult:
     def memory_mib(self) -> float | None:
         """Return the memory that is comparable between jobs, in MiB.
 
-        On an accelerator the device's peak; on a CPU weights plus optimizer state.
+        On an accelerator the device's peak; on a CPU weights plus optimizer state. None where the
+        loss scale skipped every step: optimizers make their state in the first step that counts.
         """
+        if self.skipped_steps and self.skipped_steps == self.steps:
+            return None
         # The resident set of a process includes what earlier jobs in it allocated.
         if not self.is_on_cpu:
             return self.peak_memory_mib
