@@ -120,10 +120,11 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
 
 
 def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
-    """Return sentences on what did not end well, what was not computed as asked, and a busy
-    machine."""
+    """Return sentences on what did not end well or learned nothing, what was not computed as asked,
+    and a busy machine."""
     sentences = [
         failure_sentence(compared, data.missing_jobs_clause),
+        data.untrained_sentence,
         *caveats_of(comparison.group for comparison in compared),
         data.flips_sentence,
         data.speed_reservation,

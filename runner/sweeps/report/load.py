@@ -53,6 +53,8 @@ _STATUS_BY_RUN_STATUS: dict[str, Status] = {
     "FAILED": "failed",
     "KILLED": "stopped",
 }
+MIN_LEARNING_STEPS = 20
+"""Recorded losses of a job from which on they say whether it has learned."""
 _UNKNOWN_STATUS = "Status unknown: still running, or killed without writing a result."
 _IGNORED_OVERRIDE = re.compile(
     r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
@@ -209,6 +211,23 @@ class SweepData:
     def speed_reservation(self) -> str:
         """Return that other programs were busy, where jobs trained on a CPU; else empty."""
         return busy_sentence(self.busy) if any(job.is_on_cpu for job in self.results) else ""
+
+    @property
+    def untrained_sentence(self) -> str:
+        """Return which jobs ended with no lower training loss than that of the weights that they
+        began with; empty without any."""
+        names = []
+        for job in self.jobs:
+            curve = job.curves.get("train/loss")
+            is_finished = job.result.outcome == "finished"
+            if not is_finished or curve is None or curve.shape[-1] < MIN_LEARNING_STEPS:
+                continue
+            steps, _, losses = curve
+            # The first step's loss is of the weights before any update.
+            if steps[0] == 1 and losses[-len(losses) // 10 :].mean() >= losses[0]:
+                names.append(job.result.label)
+        start = f"The training loss of {join_names(names)} ended no lower than in the first step"
+        return f"{start}: what learns nothing shows no difference." if names else ""
 
     @property
     def no_answer(self) -> str:

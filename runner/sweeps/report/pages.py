@@ -169,7 +169,8 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         compared = data.compared
         failures = failure_sentence(compared, data.missing_jobs_clause)
         # The command is in the run's tag, caveats are in the report.
-        rest = [links, markdown_text(failures), markdown_text(data.speed_reservation)]
+        reservations = [failures, data.untrained_sentence, data.speed_reservation]
+        rest = [links, *map(markdown_text, reservations)]
         answer = data.no_answer or conclusion_sentence(compared)
         conclusion = markdown(Text(answer, "answer"))
         parts = [conclusion, " · ".join(filter(None, rest))]

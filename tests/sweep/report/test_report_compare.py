@@ -1,6 +1,8 @@
 import math
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from job_results import CPU, GPU, finished, lost
 
@@ -8,6 +10,7 @@ from runner.modes.result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
 from runner.sweeps.report.conclusion import conclusion_text, next_command, recommended_precision
 from runner.sweeps.report.load import Job, SweepData
+from runner.sweeps.report.pages import summary_markdown
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
 from runner.sweeps.verdict.statistics import Spread
@@ -183,6 +186,34 @@ def test_a_difference_within_the_noise_is_no_gain():
         "Stay with 32-true: in val/accuracy b is worse by 0.1997 ± 0.0014. Type precision=32-true."
     )
     assert recommended_precision(compare_with_baselines(worse)).group.name == "32-true"
+
+
+def test_the_memory_of_a_job_whose_every_step_was_skipped_is_not_compared():
+    whole = {"device": CPU, "optimizer_mib": 80.0}
+    skipped = {"device": CPU, "optimizer_mib": 0.0, "loss_scale": 1e9, "skipped_steps": 10}
+    jobs = [finished("32-true", **whole), finished("b", **skipped)]
+    assert of(jobs, "b", CPU).memory_ratio is None
+    jobs += [finished("b", 1, **(whole | {"skipped_steps": 9}))]
+    assert of(jobs, "b", CPU).memory_ratio == 1.0
+
+
+def test_jobs_that_learned_nothing_are_named():
+    losses = {"32-true": [2.3, 99.0, *[2.4] * 20], "b": [2.3, 99.0, *[2.2] * 20]}
+    jobs = []
+    for name, values in losses.items():
+        steps = [*range(1, len(values) + 1)]
+        jobs.append(Job(finished(name), {"train/loss": np.array([steps, steps, values])}))
+    data = SweepData(jobs)
+    said = (
+        "The training loss of 32-true seed=0 ended no lower than in the first step: what learns "
+        "nothing shows no difference."
+    )
+    assert said in conclusion_text(data)
+    assert said in summary_markdown(data)
+    assert not SweepData(jobs[1:]).untrained_sentence
+    # A run that began with a checkpoint of another one may have learned before.
+    jobs[0].curves["train/loss"][0] += 5
+    assert not data.untrained_sentence
 
 
 def test_a_group_with_a_failed_seed_is_not_recommended():
