@@ -65,13 +65,13 @@ def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | Non
 
     Returns:
         32-true itself if no other group is such. None if the sweep cannot answer: it has no
-        baseline, one seed, other settings swept, or several devices.
+        baseline, one seed, no speed of a judged group, other settings swept, or several devices.
     """
     finished = [comparison.group for comparison in comparisons if comparison.group.finished_count]
     # Each combination of settings and device has an answer of its own: no row is marked as the one.
     if len({(group.settings, group.device) for group in finished}) > 1:
         return None
-    if not any(comparison.is_judged for comparison in comparisons):
+    if not any(comparison.is_judged and comparison.speed_ratio for comparison in comparisons):
         return None
     candidates = []
     for comparison in comparisons:

@@ -349,6 +349,13 @@ def test_the_command_that_follows_an_answer_is(count, typed, wanted):
     assert next_command(data, compare_with_baselines(jobs)) == wanted
 
 
+def test_no_command_follows_jobs_too_short_for_an_answer():
+    jobs = [*seeds("32-true", SAME), *seeds("b", SAME, (None,) * 3)]
+    data = SweepData([*map(Job, jobs)], [COMMAND.format("seed=0,1,2")])
+    compared = compare_with_baselines(jobs)
+    assert (next_command(data, compared), recommended_precision(compared)) == ("", None)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_on_a_busy_machine_nothing_that_trained_on_its_processors_is_faster(count):
     jobs = [*seeds("32-true", SAME[:count]), *seeds("b", SAME[:count], (200.0, 210.0, 220.0))]
