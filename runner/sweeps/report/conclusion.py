@@ -250,9 +250,12 @@ def _untimed_sentence(others: Sequence[Comparison]) -> str:
     compared = []
     for other in others:
         if other.difference:
+            assert other.group.quality is not None
             words = difference_words(other.difference)
             verdict = ", ".join(filter(None, words)) if other.is_judged else words[1]
-            compared.append(f"{other.group.name} {format_mean_sd(other.group.quality)} ({verdict})")
+            # Without its standard deviation: the difference has another ±, an interval.
+            mean = format_number(other.group.quality.mean)
+            compared.append(f"{other.group.name} {mean} ({verdict})")
     if compared:
         quality = others[0].group.jobs[0].quality
         against = f" {quality} against {BASELINE}: {join_names(compared)}."
