@@ -294,11 +294,15 @@ def run_job(config: DictConfig) -> float | None:
         return None if math.isnan(objective) else objective
     except RunnerError as error:
         from runner.modes.result import UNTRIED
+        from runner.sweeps.sweep_progress import alike_job
 
         skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
         status = _error_status(error, skips)
-        # The line of a trial, or of a job that was not tried, says why.
-        if not (leaves_line and (_is_trial() or status in UNTRIED)):
+        precision = str(HydraConfig.get().runtime.choices["precision"])
+        # The line of a trial, or of a job that was not tried, says why; that of a job that fails
+        # like an earlier one names it.
+        is_in_line = leaves_line and (_is_trial() or status in UNTRIED)
+        if not (is_in_line or (leaves_line and alike_job(folder, precision, str(error)))):
             _print_error_once(error)
         failure = _Failure(status, str(error), error.exit_status, error.finished)
         # A single run that was refused leaves no folder with nothing but Hydra's record of it.

@@ -412,7 +412,8 @@ def _number_or_text(text: str | None) -> int | float | str | None:
 
 def result_line(result: RunResult) -> str:
     """Return a run's result in one line: its name, the quality, the speed and how it ended."""
-    parts = [f"{result.label:<16}"]
+    # As wide as most names of a precision with a seed, so that the lines of a sweep are aligned.
+    parts = [f"{result.label:<26}"]
     if result.quality in result.metrics:
         parts.append(f"{result.quality} {format_number(result.objective)}")
     if result.examples_per_second:

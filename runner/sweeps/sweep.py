@@ -44,7 +44,7 @@ from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
-from runner.utils.console import plain_console
+from runner.utils.console import plain_console, without_numbers
 from runner.utils.errors import RunnerError
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import grouped, now_ms, relative_path
@@ -364,11 +364,14 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
     console.print()
     console.print(sweep_table(results, console.width))
     pairs = []
+    first_errors: dict[tuple[str, str], str] = {}
     for result in results:
         # One text for all precisions that lack the same. Later in an error, as in a command to
         # type, the precision is meant.
         error = re.sub(rf"^precision={re.escape(result.precision)} ", "it ", result.error)
-        pairs.append((error, result.label))
+        # And one for the jobs of a precision whose errors differ in their numbers.
+        first = first_errors.setdefault((result.precision, without_numbers(error)), error)
+        pairs.append((first, result.label if first == error else f"{result.label} alike"))
     for error, labels in grouped(pair for pair in pairs if pair[0]).items():
         console.print(f"{join_names(labels)}: {error}", markup=False)
 

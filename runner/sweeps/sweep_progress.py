@@ -11,7 +11,7 @@ from statistics import fmean
 
 from runner.modes.result import UNTRIED, RunResult, read_results, result_line
 from runner.sweeps.manifest import Manifest
-from runner.utils.console import plain_console
+from runner.utils.console import plain_console, without_numbers
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_duration, now_ms
 from runner.utils.layout import ADVICE, CONFIG, MANIFEST, RESULT
@@ -57,11 +57,14 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         ended = _ended_results(sweep)
         place = _place(manifest, number or len(ended) + (result.status == "stopped"))
         line = f"{place}  {result_line(result)}"
-        # Any other job has printed why it failed.
         is_untried = result.status in UNTRIED
-        if result.error and (is_untried or is_elsewhere or (sweep / ADVICE).is_file()):
-            reason = result.error.splitlines()[0].removesuffix(".")
-            line += f", its log is in {folder}" if is_elsewhere else ""
+        reason = result.error.partition("\n")[0].removesuffix(".")
+        line += f", its log is in {folder}" if reason and is_elsewhere else ""
+        known = alike_job(folder, result.precision, result.error)
+        if known:
+            line += f", as {known}"
+        # Any other job has printed why it failed.
+        elif reason and (is_untried or is_elsewhere or (sweep / ADVICE).is_file()):
             line += f", because {reason}" if is_untried else f": {reason}"
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():
@@ -72,14 +75,34 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         plain_console().print(line, soft_wrap=True)
 
 
+def alike_job(folder: Path, precision: str, error: str) -> str:
+    """Return the label of another job of a sweep that ended before by the same error but for its
+    numbers, in the same precision; empty without any.
+
+    Args:
+        folder: of the job that ends now, in its sweep's.
+        precision: of that job.
+        error: of that job.
+    """
+    text = without_numbers(error)
+    others = (each for each in _ended_results(folder.parent) if each.precision == precision)
+    for other in others:
+        is_own = Path(other.folder).name == folder.name
+        if other.error and not is_own and without_numbers(other.error) == text:
+            return other.label
+    return ""
+
+
 def _ended_results(sweep: Path) -> list[RunResult]:
     """Return the results of the jobs that have ended; one that a signal stopped runs again."""
     # The results of jobs that a resumed sweep runs again are older than its manifest. A job
     # without a result has no precision.
     begun = (sweep / MANIFEST).stat().st_mtime
+    # The manifest of mode=advise is written anew between trials, and a trial that fails is final.
+    is_advice = (sweep / ADVICE).is_file()
     ended = []
     for result in read_results(sweep):
-        is_final = result.status == "finished" or result.diverged
+        is_final = result.status == "finished" or result.diverged or is_advice
         if not result.precision or result.status == "stopped":
             continue
         if is_final or _file_time(result, RESULT) >= begun:
@@ -121,7 +144,8 @@ def _place(manifest: Manifest, number: int) -> str:
     if manifest.budget_end_ms:
         bound = f" of at most {manifest.max_trials}" if manifest.max_trials else ""
         return f"trial {number}{bound}"
-    return f"job {number} of {manifest.jobs}" if manifest.jobs else f"job {number}"
+    jobs = str(manifest.jobs or "")
+    return f"job {number:>{len(jobs)}} of {jobs}" if jobs else f"job {number}"
 
 
 def _seconds_left(

@@ -77,14 +77,14 @@ class JobConsole(PlainConsole):
             return False
         logs = self._path.parent.parent.glob(f"*/{self._path.name}")
         others = (log.read_text(errors="replace") for log in logs if log != self._path)
-        return any(_without_numbers(text) in _without_numbers(other) for other in others)
+        return any(without_numbers(text) in without_numbers(other) for other in others)
 
     def close(self) -> None:
         """Close the log file."""
         self.file.close()
 
 
-def _without_numbers(text: str) -> str:
+def without_numbers(text: str) -> str:
     """Return a text in one line, each number and space in it as one space."""
     return re.sub(r"[\d.,\s]+", " ", text)
 

@@ -105,6 +105,13 @@ def test_an_error_that_the_user_can_fix_has_no_traceback(running, error, rc, tex
     assert sys.argv == ["runner"]
 
 
+def test_an_error_that_several_jobs_have_is_printed_once(running):
+    words = ("-m", "seed=0,1", "tracking=none", "hydra/launcher=basic")
+    done = running(raising(TrackingError("store away")))(*words)
+    assert done.stderr.count("store away") == 1
+    assert "failed, as 32-true seed=0" in done.stdout
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("oh"), ValueError("in the job")])
 def test_a_bug_has_its_traceback_here_and_in_the_runs_folder(running, error):
     done = running(raising(error))()

@@ -82,8 +82,8 @@ def cells(text, first):
         pytest.param(
             "body.3 data=digits ~model +model._target_=nets.Mixes precision=bnb-nf4 "
             "precision.experts=[*.second]",
-            "Mixture, float32 nf4, float32, bfloat16, float32, float32, yes: first, second (in part, "
-            "for its forward uses table in mean,",
+            "Mixture, float32 nf4, float32, bfloat16, float32, float32, "
+            "yes: first, second (in part, for its forward uses table in mean,",
             "",
             id="a stack that is no experts'",
         ),

@@ -165,3 +165,11 @@ def test_an_error_that_precisions_share_is_printed_once_and_a_command_stays_whol
     printed = capsys.readouterr().out
     assert "a seed=0, b seed=0: it needs a GPU.\n" in printed
     assert f"c seed=0: {command}\n" in printed
+
+
+def test_errors_of_a_precision_that_differ_in_numbers_are_printed_once(capsys):
+    steps = {"a": (0, 1), "b": (2,)}
+    jobs = [lost(name, error=f"nan at {n}", seed=n) for name, seeds in steps.items() for n in seeds]
+    sweeps._print_results(Console(width=200), jobs)
+    printed = capsys.readouterr().out
+    assert "a seed=0, a seed=1 alike: nan at 0\nb seed=2: nan at 2\n" in printed

@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
-from job_results import finished
+from job_results import finished, lost
 
 from runner.sweeps import sweep_progress
 from runner.sweeps.manifest import Manifest
@@ -127,6 +128,31 @@ def test_the_line_of_a_job_that_printed_elsewhere_says_why_it_failed_and_where_i
     line = capsys.readouterr().out
     assert line.startswith("job 2 of 3  b ")
     assert line.endswith(f"failed, its log is in {folder}: killed\n")
+
+
+def test_an_error_is_shown_once_and_a_later_line_names_the_job_that_has_it(sweep, tmp_path, capsys):
+    last = sweep([1.0, 1.0, 1.0], jobs=10)
+    for number, precision in enumerate(("b", "c", "b")):
+        folder = tmp_path / str(number)
+        failed = lost(precision, "unavailable", f"needs a GPU, at step {number}", number)
+        replace(failed, folder=str(folder)).write(folder)
+    print_job_line(tmp_path / "1")
+    print_job_line(last)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("not tried, because needs a GPU, at step 1")
+    assert re.fullmatch(r"job  3 of 10  b seed=2 +not tried, as b seed=0", second)
+
+
+def test_a_trial_that_failed_before_the_manifest_was_written_again_keeps_its_number(
+    sweep, tmp_path, capsys
+):
+    folder = sweep([1.0, 1.0], budget_end_ms=NOW)
+    (tmp_path / ADVICE).write_text("{}")
+    failed = replace(finished("a"), folder=str(tmp_path / "0"), status="failed", error="broke")
+    failed.write(tmp_path / "0")
+    os.utime(tmp_path / "0" / RESULT, (BEGUN - 1, BEGUN - 1))
+    print_job_line(folder)
+    assert capsys.readouterr().out.startswith("trial 2  b ")
 
 
 def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
