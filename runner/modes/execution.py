@@ -20,6 +20,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
 from runner.precision.casting import CastCacheWatch, cast_nest, input_fields
+from runner.precision.contract import Precision
 from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,
@@ -182,14 +183,7 @@ def build_proven_model(
     found = {stack.name: stack.transposed for stack in known}
     precision.expert_layouts = {**precision.expert_layouts, **found}
     if trial.bypass_reasons:
-        reasons = _reasons_text(trial.bypass_reasons)
-        ignored = sorted({*precision.bypassed, *trial.bypass_reasons})
-        left = _names_text(precision.bypassed)
-        where = f" That shows only where {left} are left as they were." * bool(left)
-        raise ConfigError(
-            f"precision={precision.name}: {reasons}.{where} Type "
-            f"precision.ignore_modules=[{','.join(ignored)}]."
-        )
+        raise _second_bypass(precision, trial.bypass_reasons)
     if not trial.forward_completed:
         return built  # try_batch, which comes next, says why
     if _converts(built) and not trial.layers_run & {*trial.matrix_layers}:
@@ -244,6 +238,17 @@ def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
         for name in sorted(watch.bypassed)
     }
     return reasons | watch.obstacles
+
+
+def _second_bypass(precision: Precision, reasons: Mapping[str, str]) -> ConfigError:
+    """Return the error for layers of a second build that count as not converted, by name."""
+    ignored = ",".join(sorted({*precision.bypassed, *reasons}))
+    left = _names_text(precision.bypassed)
+    where = f" That shows only where {left} are left as they were." * bool(left)
+    return ConfigError(
+        f"precision={precision.name}: {_reasons_text(reasons)}.{where} Type "
+        f"precision.ignore_modules=[{ignored}]."
+    )
 
 
 def _reasons_text(bypassed: Mapping[str, str]) -> str:
