@@ -373,7 +373,7 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
         first = first_errors.setdefault((result.precision, without_numbers(error)), error)
         pairs.append((first, result.label if first == error else f"{result.label} alike"))
     for error, labels in grouped(pair for pair in pairs if pair[0]).items():
-        console.print(f"{join_names(labels)}: {error}", markup=False)
+        console.print(f"{join_names(labels)}: {error}", markup=False, soft_wrap=True)
 
 
 def _print_conclusion(console: Console, data: SweepData) -> None:

@@ -27,6 +27,7 @@ from runner.sweeps.report.wording import (
     memory_words,
     outcome_words,
     speed_words,
+    stagnation_sentence,
 )
 from runner.sweeps.sweep_resume import RUNNER_COMMAND
 from runner.sweeps.verdict.compare import (
@@ -126,6 +127,7 @@ def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
         failure_sentence(compared, data.missing_jobs_clause),
         data.untrained_sentence,
         *caveats_of(comparison.group for comparison in compared),
+        stagnation_sentence(comparison.group for comparison in compared),
         data.flips_sentence,
         data.speed_reservation,
     ]

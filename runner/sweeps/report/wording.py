@@ -206,10 +206,21 @@ def health_words(verdict: PrecisionVerdict) -> str:
         parts.append(f"{skipped / max(steps, 1):.1%} of steps overflowed")
     if group.loss_scale:
         parts.append(f"loss scale {format_number(group.loss_scale.low)} at the end")
-    stagnant = max((job.stagnant_share or 0.0 for job in group.jobs), default=0.0)
-    if stagnant >= MIN_STAGNANT_SHARE:
-        parts.append(f"{stagnant:.0%} of the weights did not move")
+    if group.stagnant_share >= MIN_STAGNANT_SHARE:
+        parts.append(f"{group.stagnant_share:.0%} of the weights did not move")
     return "; ".join(parts)
+
+
+def stagnation_sentence(groups: Iterable[Group]) -> str:
+    """Return in which groups weights did not move; empty without any."""
+    shares = {group.name: group.stagnant_share for group in groups}
+    found = [f"{n} {share:.0%}" for n, share in shares.items() if share >= MIN_STAGNANT_SHARE]
+    if not found:
+        return ""
+    return (
+        f"Weights that the last step did not move: {join_names(found)} "
+        "(updates under half a unit in a weight's last place)."
+    )
 
 
 def cast_notes(groups: Iterable[Group]) -> Iterator[tuple[str, str]]:

@@ -96,6 +96,12 @@ class Group:
         return any(job.is_on_cpu for job in self.jobs)
 
     @property
+    def stagnant_share(self) -> float:
+        """Return the largest share of its jobs' weights that the last step before an evaluation
+        left where they were, 0 to 1."""
+        return max((job.stagnant_share or 0.0 for job in self.jobs), default=0.0)
+
+    @property
     def memory_mib(self) -> float | None:
         """Return the mean of RunResult.memory_mib over the jobs that ended, in MiB."""
         ended = [job for job in self.jobs if job.outcome in ("finished", "diverged")]

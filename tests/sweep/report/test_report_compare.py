@@ -159,6 +159,15 @@ def test_the_work_that_was_not_in_the_asked_format_is_a_sentence_and_a_column():
     assert "matrix work" not in groups_table(compare_with_baselines(plain), None).head
 
 
+def test_weights_that_did_not_move_are_a_reservation():
+    shares = (None, 0.2, 0.004)
+    jobs = [*seeds("32-true", NOISY), *seeds("b", SAME), *seeds("c", SAME)]
+    jobs[3:6] = [replace(job, stagnant_share=s) for job, s in zip(jobs[3:6], shares, strict=True)]
+    jobs[6] = replace(jobs[6], stagnant_share=0.004)
+    assert "Weights that the last step did not move: b 20% (" in conclusion_of(*jobs)
+    assert "did not move" not in conclusion_of(*jobs[:3], *jobs[6:])
+
+
 def test_conclusion_of_several_seeds():
     sweep = [
         *seeds("32-true", NOISY),
