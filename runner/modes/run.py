@@ -311,10 +311,12 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
         changes = resume.changed_settings(spec, resumed)
         return replace(info, continues=earlier, step=resumed.content["step"], changes=changes)
     # A run that should have been resumed and had no checkpoint starts over, as a new run.
-    superseded = stored_run_id(earlier) if earlier and spec.checkpoint.resume else None
-    if superseded:
-        return replace(info, tags=tags | {"supersedes": superseded})
-    return info
+    if earlier is None or not spec.checkpoint.resume:
+        return info
+    # The store may open the earlier run later than this one, which can name its journal alone.
+    start, _ = next(journal.read_records(earlier), ({}, 0))
+    superseded = stored_run_id(earlier) or start.get("id")
+    return replace(info, tags=tags | {"supersedes": superseded}) if superseded else info
 
 
 def _close(context: RunContext, resumed_note: str, status: Status, error: str) -> None:

@@ -23,6 +23,8 @@ from runner.utils.formatting import now_ms
 
 log = logging.getLogger(__name__)
 
+# The prefix of MLflow's own tags keeps it out of those that its pages show.
+JOURNAL_TAG = "mlflow.runner.journal"
 MAX_WAITING_MIB = 64
 """Upper bound on the records that wait in memory while the disk is full."""
 END_RESERVE_BYTES = 16 * 1024

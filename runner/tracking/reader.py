@@ -18,6 +18,7 @@ import numpy as np
 from runner.tracking import dashboard
 from runner.tracking.dashboard import REPORT_PAGE, SweepView, run_path
 from runner.tracking.history import Curve, read_history
+from runner.tracking.journal import JOURNAL_TAG
 from runner.tracking.upload_state import short_cause
 from runner.tracking.uri import active_experiment, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
@@ -149,7 +150,11 @@ class Reader:
         query = f"tags.sweep_id = '{parent.tags['sweep_id']}' and tags.role = 'run'"
         runs = sorted(self._search([parent.experiment_id], query), key=lambda run: run.started_ms)
         superseded = {run.tags.get("supersedes") for run in runs}
-        return [run for run in runs if run.run_id not in superseded]
+        return [
+            run
+            for run in runs
+            if superseded.isdisjoint((run.run_id, run.tags.get(JOURNAL_TAG, run.run_id)))
+        ]
 
     def artifacts(self, run_id: str, folder: str = "") -> list[str]:
         """Return the paths of the files in a folder of a run's artifacts."""

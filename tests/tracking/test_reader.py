@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+from runner.tracking.journal import JOURNAL_TAG
 from runner.tracking.reader import Reader
 from runner.utils.errors import TrackingError
 
@@ -43,3 +44,23 @@ def test_a_missing_artifact_is_none_and_one_of_an_absent_server_an_error(server_
     (notice,) = reader.notices
     assert "jobs/a.json" in notice
     assert "Connection refused" in notice
+
+
+def test_a_run_that_was_opened_after_the_one_that_replaced_it_is_left_out(empty_store, tmp_path):
+    """A job starts over while the store has not opened its killed run, whose journal it names."""
+    uri = empty_store(tmp_path / "mlflow.db")
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("sweep")
+    job = {"sweep_id": "s", "role": "run"}
+    ids = [
+        client.create_run(experiment, tags=tags).info.run_id
+        for tags in (
+            {"sweep_id": "s", "role": "sweep"},
+            job | {JOURNAL_TAG: "new", "supersedes": "killed"},
+            job | {JOURNAL_TAG: "killed"},
+            job | {JOURNAL_TAG: "other"},
+            job,
+        )
+    ]
+    reader = Reader(uri)
+    assert {run.run_id for run in reader.jobs(reader.run(ids[0]))} == {ids[1], *ids[3:]}

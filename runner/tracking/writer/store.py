@@ -42,8 +42,7 @@ MetricPoint = tuple[str, float, int, int]
 
 # One less than MLflow takes in a call, which also carries the tag of its confirmation.
 MAX_POINTS = validation.MAX_METRICS_PER_BATCH - 1
-# The prefix keeps them out of the tags that MLflow's pages show.
-JOURNAL_TAG = "mlflow.runner.journal"
+# The prefix keeps it out of the tags that MLflow's pages show.
 BATCH_TAG = "mlflow.runner.batch"
 
 # Error codes of MLflow whose cause no retry changes. All others are retried: a server that cannot

@@ -19,7 +19,7 @@ from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.dashboard import SweepView
 from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
-from runner.tracking.writer.store import JOURNAL_TAG, MAX_POINTS, MetricPoint, Store, StoreCache
+from runner.tracking.writer.store import MAX_POINTS, MetricPoint, Store, StoreCache
 from runner.tracking.writer.system_metrics import SystemMetrics
 from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
@@ -276,14 +276,14 @@ class JournalUploader:
             self._on_opened(start)
             return
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
-        tags = {**start["tags"], JOURNAL_TAG: start["id"]}
+        tags = {**start["tags"], journals.JOURNAL_TAG: start["id"]}
         if start["sweep"] and start["role"] == "run":
             parent = self._find_parent(start)
             if parent:
                 tags["mlflow.parentRunId"] = parent
         # An attempt whose answer got lost may have created the run: look it up by the journal's
         # id before creating another one.
-        mark = {JOURNAL_TAG: start["id"]}
+        mark = {journals.JOURNAL_TAG: start["id"]}
         run_id = store.find_run(experiment, mark) if self.state.tried else None
         # Saved before the call: a writer that is killed during it must leave a trace.
         self.state.save(tried=True)
