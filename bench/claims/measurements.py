@@ -20,7 +20,7 @@ from runner.precision.layers.weight_formats import Int4Format
 from runner.precision.registry import load_precision
 from runner.precision.weight_updates import UPDATE_RULES
 from runner.precision.wide_step import attach_update
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.tensors import dtype_name, stored_bytes
 
 Values = dict[str, float]
@@ -164,7 +164,7 @@ def nf4_error() -> Values:
 
 def nvfp4_error() -> Values:
     """Measure the errors of MXFP4 (torchao's) and NVFP4 (this runner's) on normal weights."""
-    with suppress_import_warnings():
+    with suppress_warnings():
         from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
         weight = _normal_weight()

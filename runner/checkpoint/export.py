@@ -33,8 +33,8 @@ from runner.precision.casting import cast_nest
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.layers.experts import Experts
 from runner.utils.files import os_error_reason, write_with_torch
-from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import EXPORTED_MODEL
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.tensors import dtype_name
 
 _TRACED_ROWS = 4
@@ -175,7 +175,7 @@ def _write_program(
     device = next(iter(_named_tensors(example).values())).device
     evaluate = partial(_evaluate, precision, call)
     # Fake tensors would log a traceback of what the export's error says.
-    silent = suppress_import_warnings(logging.ERROR)
+    silent = suppress_warnings(logging.ERROR)
     with _evaluation_mode(model, precision, device), silent:
         expected = evaluate(device, model, example)
         program = _trace(_ProgramForward(_on_cpu(model), evaluate, type(example)), example, lengths)

@@ -47,6 +47,7 @@ from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
 from runner.utils.layout import ROUTERS
 from runner.utils.module_tape import ModuleTape
+from runner.utils.modules import matches_pattern
 from runner.utils.reproducibility import saved_forward_state, seed_all
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
@@ -158,6 +159,7 @@ def build_proven_model(
         return built
     trial = _trial(setup, built, inputs)
     left_stacks = trial.left_stacks
+    _check_named_layouts(precision, trial.experts)
     # Stacked weights that a forward had to find, or whose matrices it multiplies the other way.
     is_corrected = any(experts[name] is not found for name, found in trial.experts.items())
     rebuilds = is_corrected or bool(trial.bypass_reasons)
@@ -238,6 +240,22 @@ def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
         for name in sorted(watch.bypassed)
     }
     return reasons | watch.obstacles
+
+
+def _check_named_layouts(precision: Precision, found: Mapping[str, bool]) -> None:
+    """Raise ConfigError for a stack whose order of dimensions precision.experts gives otherwise
+    than a forward has found it; for `found` see ForwardWatch.experts."""
+    patterns = [str(pattern) for pattern in getattr(precision, "experts", ())]
+    for name, transposed in found.items():
+        # Of several the last one counts.
+        matching = [p for p in patterns if matches_pattern(p.partition(":")[0], name)]
+        if matching and (":" in matching[-1]) is not transposed:
+            own, _, layout = matching[-1].partition(":")
+            right = own if layout else f"{own}:in_out"
+            raise ConfigError(
+                f"precision.experts={matching[-1]}: the forward multiplies {name} as "
+                f"{'[experts, in, out]' if transposed else '[experts, out, in]'}. Type {right}."
+            )
 
 
 def _second_bypass(precision: Precision, reasons: Mapping[str, str]) -> ConfigError:

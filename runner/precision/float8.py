@@ -19,7 +19,7 @@ from runner.precision.conversion import change_class, layer_class, replace_in_pl
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.utils.errors import Unavailable
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.tpu import is_tpu
 
 NAME_BY_RECIPE = {
@@ -142,13 +142,13 @@ class Float8Precision(ConvertingPrecision):
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         if self._is_mx:
-            with suppress_import_warnings():
+            with suppress_warnings():
                 from runner.precision.layers.mxfp8_linear import Mxfp8Linear, Mxfp8Product
 
             product = Mxfp8Product(self.emulated, self.recipe == "mxfp8_rceil_wgrad_with_hp")
             change_class(module, Mxfp8Linear, product=product)
             return
-        with suppress_import_warnings():
+        with suppress_warnings():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulated)

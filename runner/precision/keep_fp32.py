@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.module_tape import is_in_backward
 from runner.utils.modules import frozen_parts, outermost_names, select_modules, tensors_named
 from runner.utils.tensors import dtype_name
@@ -209,7 +209,7 @@ def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
     default dtype is the storage dtype."""
     try:
         # Without memory, as transformers' own loading builds it first.
-        with torch.device("meta"), torch.random.fork_rng(devices=[]), suppress_import_warnings():
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), suppress_warnings():
             built = type(model)._from_config(deepcopy(model.config), dtype=storage)
     except Exception:
         # A class of one's own may take more than a config. Every architecture has these in float32.

@@ -22,7 +22,7 @@ from runner.config.overrides import SWEEP_KEYS
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import sanitize
 
@@ -254,7 +254,7 @@ def _prepare_search(config: DictConfig) -> None:
     # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
     # Optuna 2 uses names that SQLAlchemy deprecates.
-    with suppress_import_warnings():
+    with suppress_warnings():
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -32,8 +32,8 @@ METRICS = {
     "experts/load_entropy/<module>": "entropy of the experts' shares of the tokens, in nats: its "
     "largest value, ln of the number of experts, is an even load (the same)",
     "experts/idle/<module>": "experts that no token chose (the same)",
-    "experts/dropped/<module>": "share of the tokens' choices that count for nothing: of weight 0, "
-    "or the number of no expert (the same)",
+    "experts/dropped/<module>": "share of the tokens' choices that count for nothing: their weight "
+    "is 0, or no expert has their number (the same)",
     "experts/entropy/<module>": "entropy of the weights of a token's chosen experts, in nats, mean "
     "over the tokens: at most ln k, 0 where one expert has all the weight (the same)",
     "val/loss": "mean over the labels of the validation set that count (-100 does not)",

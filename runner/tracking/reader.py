@@ -23,8 +23,8 @@ from runner.tracking.upload_state import short_cause
 from runner.tracking.uri import active_experiment, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.formatting import now_ms
-from runner.utils.import_warnings import suppress_import_warnings
 from runner.utils.layout import HISTORY
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Reader:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with suppress_import_warnings():
+        with suppress_warnings():
             from mlflow import MlflowClient
         database = sqlite_path(uri)
         # MlflowClient would create a file that is missing: a mistyped path would look like an empty
@@ -85,7 +85,7 @@ class Reader:
                     f"There is no store at {redact(uri)}: nothing was logged there yet. Type "
                     "tracking.uri=... for another store."
                 )
-            with suppress_import_warnings():
+            with suppress_warnings():
                 from runner.tracking.writer.store import Store
             # Under a lock that keeps two processes from creating it at once.
             self._ask(lambda: Store(uri))
@@ -168,7 +168,7 @@ class Reader:
             TrackingError: it could not be fetched, or it is not known whether the run has it.
         """
         try:
-            with tempfile.TemporaryDirectory() as folder, suppress_import_warnings():
+            with tempfile.TemporaryDirectory() as folder, suppress_warnings():
                 return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
         except Exception as error:
             # The error does not show whether the artifact is missing: each kind of artifact store
@@ -235,7 +235,7 @@ class Reader:
         Metrics and verdicts of an earlier answer whose names this one lacks become NaN and are
         deleted: jobs that joined the sweep may have changed the names.
         """
-        with suppress_import_warnings():
+        with suppress_warnings():
             from runner.tracking.writer.store import Store, legal_name, metric_name
         store = self._ask(lambda: Store(self.uri))
         values = {metric_name(name): value for name, value in metrics.items()}
@@ -281,7 +281,7 @@ class Reader:
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""
         try:
-            with suppress_import_warnings():
+            with suppress_warnings():
                 return call()
         except Exception as error:
             raise TrackingError(

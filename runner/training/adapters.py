@@ -41,7 +41,7 @@ from runner.precision.layers.experts import (
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers
 from runner.utils.errors import ConfigError, Unavailable, refuse
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.modules import frozen_parts, matches_pattern, select_modules
 
 INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
@@ -274,7 +274,7 @@ class Lora:
 
         Nothing has to be computed from the weights. Names and shapes are those of add().
         """
-        with suppress_import_warnings():
+        with suppress_warnings():
             from peft import LoraConfig
 
         names = [name for name, _ in model.named_modules()]
@@ -392,7 +392,7 @@ class Lora:
 
         Parameters that add() froze stay frozen.
         """
-        with suppress_import_warnings():
+        with suppress_warnings():
             from peft.tuners.lora import LoraLayer
 
         for name, module in list(model.named_modules()):
@@ -417,7 +417,7 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
     Raises:
         ConfigError: peft refuses one of them.
     """
-    with suppress_import_warnings():
+    with suppress_warnings():
         from peft import inject_adapter_in_model
 
     shown = model
@@ -428,7 +428,7 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
         shown._modules, shown._parameters = model._modules, model._parameters
     try:
         # peft warns of a Conv1D, for which it transposes the addition by itself.
-        with suppress_import_warnings():
+        with suppress_warnings():
             inject_adapter_in_model(config, shown)
     except ValueError as error:
         refused = re.search(r"Module '([\w.]+)' is incompatible", str(error))

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.utils.errors import ConfigError
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.tensors import dtype_name
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
@@ -330,7 +330,7 @@ def __getattr__(name: str) -> type[Optimizer]:
     module, mixin = _BASES_BY_CLASS[name]
     library = module.partition(".")[0]
     try:
-        with suppress_import_warnings():
+        with suppress_warnings():
             base = getattr(import_module(module), name)
     except Exception as error:
         raise ConfigError(

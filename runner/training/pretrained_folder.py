@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.modules import name_prefixes
 from runner.utils.tensors import dtype_name
 
@@ -209,7 +209,7 @@ def write_adapter(
     """
     from safetensors.torch import save_file
 
-    with suppress_import_warnings():
+    with suppress_warnings():
         from peft import LoraConfig
 
     layers = lora_layers(model)

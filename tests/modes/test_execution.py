@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import partial
 
 import numpy as np
@@ -285,7 +286,7 @@ class Routed(nn.Module):
         return (outputs * scores.mT[..., None]).sum(0)
 
 
-@pytest.mark.parametrize("named", [[], ["first"], ["second:in_out"], ["first:in_out"]])
+@pytest.mark.parametrize("named", [[], ["first"], ["second:in_out"]])
 @pytest.mark.parametrize("last", ["einsum", "baddbmm"])
 def test_stacks_are_found_beside_named_ones_and_a_left_one_is_counted_and_named(last, named):
     is_left = last == "einsum"
@@ -302,6 +303,19 @@ def test_stacks_are_found_beside_named_ones_and_a_left_one_is_counted_and_named(
     assert found.report.modules[0].why == (f"in part, for {why}" if is_left else "")
     layouts = {"first": False} if is_left else {"first": False, "second": True}
     assert precision.expert_layouts == layouts
+
+
+@pytest.mark.parametrize(
+    ("named", "right"),
+    [
+        (["first:in_out"], "as [experts, out, in]. Type first."),
+        (["first", "second"], "as [experts, in, out]. Type second:in_out."),
+    ],
+)
+def test_an_order_of_dimensions_that_the_forward_contradicts_is_refused(named, right):
+    precision = registry.load_precision("bnb-nf4", experts=named)
+    with pytest.raises(ConfigError, match=re.escape(right)):
+        built(precision, lambda: Routed("baddbmm"))
 
 
 class Exchanged(nn.Module):

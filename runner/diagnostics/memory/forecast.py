@@ -47,7 +47,7 @@ from runner.training.model import META_DEVICE, build_model, materialize_lazy_lay
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 from runner.utils.tensors import GIB, float32_bytes
 from runner.utils.tpu import is_tpu
 
@@ -268,7 +268,7 @@ def _forecast(
         raise ForecastUnavailable("optimizer=lbfgs keeps more each step, up to its history_size.")
     try:
         # Fake tensors would log a traceback for each operator that has no rule for them.
-        with suppress_import_warnings(logging.ERROR):
+        with suppress_warnings(logging.ERROR):
             rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
             # This size at least must run.
             rehearsal.peak(spec.train.batch_size)

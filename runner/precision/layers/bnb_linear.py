@@ -30,9 +30,9 @@ from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.quantized_linear import PackedLinear, PackedWeightOwner
 from runner.precision.layers.weight_formats import PackedTensors
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 
-with suppress_import_warnings():
+with suppress_warnings():
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState, dequantize_4bit
     from bitsandbytes.utils import unpack_tensor_to_dict

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from runner.precision.emulation.formats import E2M1
 from runner.precision.emulation.quantizers import Nvfp4Quantizer
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 
 FORMAT_NAMES = ("int4", "int8", "nvfp4")
 # torchao's least scale of int8 tensors; its fake quantisers have another by default, that of int4.
@@ -242,7 +242,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 def _import_torchao() -> Any:
     """Import torchao.quantization, with fake quantisers as its `qat`, and return it."""
-    with suppress_import_warnings():
+    with suppress_warnings():
         import torchao.quantization.qat
 
     return torchao.quantization
@@ -260,7 +260,7 @@ def _quantize(weight: Tensor, config: Any) -> Any:
     layer = nn.Linear(into, out, bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach().contiguous())
     quantization = _import_torchao()
-    with suppress_import_warnings():  # it imports its kernels when it is first called
+    with suppress_warnings():  # it imports its kernels when it is first called
         quantization.quantize_(nn.Sequential(layer), config)
     return layer.weight
 

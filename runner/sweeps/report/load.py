@@ -227,7 +227,7 @@ class SweepData:
             if steps[0] == 1 and losses[-len(losses) // 10 :].mean() >= losses[0]:
                 names.append(job.result.label)
         start = f"The training loss of {join_names(names)} ended no lower than in the first step"
-        return f"{start}: what learns nothing shows no difference." if names else ""
+        return f"{start}: where nothing is learned, precisions do not differ." if names else ""
 
     @property
     def no_answer(self) -> str:

@@ -270,6 +270,7 @@ def join_sweeps(first: LoadedSweep, second: LoadedSweep) -> SweepData:
             f"{'; '.join(names)}. Both are compared with {BASELINE} of A.",
             *_difference_notes(first, second),
         ],
+        busy=max(data.busy for data in both),
     )
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from runner.precision.emulation.formats import E4M3
 from runner.precision.emulation.quantizers import BlockQuantizer, exponent_scale
-from runner.utils.import_warnings import suppress_import_warnings
+from runner.utils.library_warnings import suppress_warnings
 
-with suppress_import_warnings():
+with suppress_warnings():
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode

@@ -214,8 +214,8 @@ def test_jobs_that_learned_nothing_are_named():
         jobs.append(Job(finished(name), {"train/loss": np.array([steps, steps, values])}))
     data = SweepData(jobs)
     said = (
-        "The training loss of 32-true seed=0 ended no lower than in the first step: what learns "
-        "nothing shows no difference."
+        "The training loss of 32-true seed=0 ended no lower than in the first step: where nothing "
+        "is learned, precisions do not differ."
     )
     assert said in conclusion_text(data)
     assert said in summary_markdown(data)

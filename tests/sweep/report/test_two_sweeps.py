@@ -114,6 +114,12 @@ def test_without_a_baseline_in_the_first_sweep_nothing_is_compared(tmp_path):
     assert "Nothing is compared: A has no 32-true job" in page
 
 
+def test_what_other_programs_kept_busy_in_either_judges_no_speed_of_both():
+    loaded = [sweep("one", FIRST), sweep("two", SECOND)]
+    loaded[1] = replace(loaded[1], data=replace(loaded[1].data, busy=0.6))
+    assert join_sweeps(*loaded).busy == 0.6
+
+
 def test_a_precision_has_one_colour_in_both_sweeps():
     named = [("32-true", "A"), ("16-mixed", "A"), ("16-mixed", "B")]
     styles = group_styles([finished(name, settings=f"sweep={letter}") for name, letter in named])

@@ -1,4 +1,4 @@
-"""Silence log lines and warnings of libraries that print them while they are imported."""
+"""Silence log lines and warnings that libraries print while they are imported or used."""
 
 import logging
 import warnings
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def suppress_import_warnings(level: int = logging.WARNING) -> Iterator[None]:
+def suppress_warnings(level: int = logging.WARNING) -> Iterator[None]:
     """Suppress Python warnings, and log records up to a level, within a context."""
     previous_level = logging.root.manager.disable
     # A caller may have disabled more already.
