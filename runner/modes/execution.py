@@ -253,8 +253,9 @@ def _check_named_layouts(precision: Precision, found: Mapping[str, bool]) -> Non
             own, _, layout = matching[-1].partition(":")
             right = own if layout else f"{own}:in_out"
             raise ConfigError(
-                f"precision.experts={matching[-1]}: the forward multiplies {name} as "
-                f"{'[experts, in, out]' if transposed else '[experts, out, in]'}. Type {right}."
+                f"precision.experts names {matching[-1]}, and the forward multiplies {name} as "
+                f"{'[experts, in, out]' if transposed else '[experts, out, in]'}. Type {right} in "
+                "its place."
             )
 
 

@@ -308,8 +308,8 @@ def test_stacks_are_found_beside_named_ones_and_a_left_one_is_counted_and_named(
 @pytest.mark.parametrize(
     ("named", "right"),
     [
-        (["first:in_out"], "as [experts, out, in]. Type first."),
-        (["first", "second"], "as [experts, in, out]. Type second:in_out."),
+        (["first:in_out"], "as [experts, out, in]. Type first in its place."),
+        (["first", "second"], "as [experts, in, out]. Type second:in_out in its place."),
     ],
 )
 def test_an_order_of_dimensions_that_the_forward_contradicts_is_refused(named, right):
