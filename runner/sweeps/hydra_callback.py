@@ -115,6 +115,8 @@ class SweepCallback(Callback):
             if self._skip_refused:
                 sweep.accept_untried_jobs()
             Sweep.current = sweep
+            accepted = config.advise
+            sweep.update_manifest(tolerance=accepted.tolerance, max_gap=accepted.max_gap)
             own = (config.hydra.launcher.get("_target_"), config.hydra.sweeper.get("_target_"))
             # Hydra's own launcher does not say how many jobs there are.
             if own == (_BASIC, _BASIC_SWEEPER) and not config.hydra.sweeper.params:

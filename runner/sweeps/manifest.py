@@ -34,6 +34,8 @@ class Manifest:
             machines run the jobs.
         left_out: `<precision> <key>` for each key under precision that the command sets and that
             one of its precisions does not take; jobs of that precision run without it.
+        tolerance: advise.tolerance, see Tolerance.
+        max_gap: advise.max_gap.
         signature: of the command and its working directory, with the key of the user who typed it.
     """
 
@@ -49,6 +51,8 @@ class Manifest:
     finished: bool = False
     busy: float = 0.0
     left_out: Sequence[str] = ()
+    tolerance: float = 1.0
+    max_gap: float | None = None
     signature: str = ""
 
     def signed(self) -> "Manifest":

@@ -22,9 +22,11 @@ from runner.utils.terminal import quote_command, sanitize
 RESUME_KEY = "sweep.resume"
 RUNNER_COMMAND = ["python", "-m", "runner"]
 _TRACKING = "tracking."
-_CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=", "sweep.verbose=")
-"""Prefixes of what may change on resuming: where jobs are recorded and when the sweep ends, but not
-what jobs compute, nor how many run at once, which their speed depends on."""
+_TOLERANCE = ("advise.tolerance=", "advise.max_gap=")
+_CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=", "sweep.verbose=", *_TOLERANCE)
+"""Prefixes of what may change on resuming: where jobs are recorded, when the sweep ends and what
+its answer accepts, but not what jobs compute, nor how many run at once, which their speed depends
+on."""
 _REDACTION_MARK = "***"
 _ADVISE_MODES = tuple(f"mode={mode}" for mode in ADVISE_MODES)
 _FIXING_WORDS = ("sweep=", "hydra/sweeper=", "launcher=", "hydra/launcher=", *_ADVISE_MODES)
@@ -213,13 +215,18 @@ def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
             os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
-def resume_text(folder: Path) -> str:
-    """Return the command line, or the call of the Python API, that resumes a sweep."""
-    word = f"{RESUME_KEY}={os.path.relpath(folder)}"
+def resume_text(folder: str | Path, *lists: str) -> str:
+    """Return the command line, or the call of the Python API, that resumes a sweep.
+
+    Args:
+        folder: the sweep's.
+        lists: longer lists of values, as seed=0,1,2,3.
+    """
+    words = [f"{RESUME_KEY}={os.path.relpath(folder)}", *lists]
     objects = given_keys()
     if objects:
-        return python_call("sweep", [word], objects)
-    return quote_command([*RUNNER_COMMAND, word])
+        return python_call("sweep", words, objects)
+    return quote_command([*RUNNER_COMMAND, *words])
 
 
 def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
@@ -245,7 +252,8 @@ def have_same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:
-    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(_TRACKING)}
+    unlike = (_TRACKING, *_TOLERANCE)
+    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(unlike)}
 
 
 def _find_folder(name: str, uri: str | None, is_unfinished: bool) -> Path:

@@ -149,6 +149,8 @@ class RemedySearch:
         # The budget may end during any of the searches: the fastest precision comes first.
         for verdict in sorted(self._failing(), key=gain, reverse=True):
             name = verdict.group.precision
+            if verdict.rating is Verdict.STALLED:
+                continue  # its loss is good: only a rule of precision.update keeps its updates
             key = _exclusion_key(self.request.load_precision(name))
             overrides = self.request.precision_overrides.get(name, ())
             if key and not any(word.startswith(key) for word in overrides):

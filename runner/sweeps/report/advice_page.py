@@ -46,8 +46,8 @@ WORSE_NOTE = (
 )
 INDISTINGUISHABLE_NOTE = (
     f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
-    "(non-inferiority) if the tolerance is exact; in standard deviations it is measured by as many "
-    "seeds, see docs/advise.md. Neither: not enough evidence."
+    "(non-inferiority). A tolerance in standard deviations is measured by as few seeds, and its "
+    "lower 95 % bound counts. Neither: not enough evidence."
 )
 PEAK_NOTE = (
     "of a step at train.batch_size, weights to temporaries, without libraries and data; the "
@@ -82,7 +82,7 @@ def advice_sentence(advice: Advice) -> str:
         which = "lower" if advice.settings.sign > 0 else "higher"
         loss = f"{which} by {format_interval(-test.value, test.ci_half_width)}"
     else:
-        loss = f"indistinguishable from {baseline}'s"
+        loss = f"within the tolerance of {baseline}'s"
     return f"Use {pick.name}: {gain}, and its {advice.settings.noun} is {loss}."
 
 
@@ -259,7 +259,7 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
         )
     else:
         yield "Worse", WORSE_NOTE
-        yield "Indistinguishable", INDISTINGUISHABLE_NOTE
+        yield "Within tolerance", INDISTINGUISHABLE_NOTE
         if any(verdict.forecast for verdict in advice.verdicts):
             yield "Predicted peak", PEAK_NOTE
     yield from cast_notes(verdict.group for verdict in advice.verdicts)
@@ -279,6 +279,14 @@ def next_command(advice: Advice) -> str:
     return python_call("run", [word for word in words if "=" in word], objects)
 
 
+def answer_text(advice: Advice) -> str:
+    """Return the answer in sentences, with the reservations about it."""
+    gate = gate_verdict(advice)
+    if gate is not None:
+        return gate_sentence(gate)
+    return " ".join(filter(None, [advice_sentence(advice), other_sentences(advice)]))
+
+
 def advice_html(advice: Advice) -> str:
     """Return the answer as a notebook shows it."""
     return notebook_frame(to_html("mode=advise", [*advice_blocks(advice)]))
@@ -287,13 +295,11 @@ def advice_html(advice: Advice) -> str:
 def print_advice(console: Console, advice: Advice) -> None:
     """Print the table, the answer and the command to run next."""
     gate = gate_verdict(advice)
+    if gate is None:
+        console.print(terminal_table(advice_table(advice), "which precision?", console.width))
+    console.print(answer_text(advice), soft_wrap=True)
     if gate is not None:
-        console.print(gate_sentence(gate), soft_wrap=True)
         return
-    table = terminal_table(advice_table(advice), "which precision?", console.width)
-    console.print(table)
-    sentences = filter(None, [advice_sentence(advice), other_sentences(advice)])
-    console.print(" ".join(sentences), soft_wrap=True)
     command = next_command(advice)
     if command:
         console.print(f"Next: {command}", soft_wrap=True)

@@ -290,7 +290,8 @@ class _Charts:
             settings = self.advice.settings
             metric, direction, sign = settings.metric, settings.direction, settings.sign
             notes = "bars: interval of the test"
-            tolerated = settings.margin(self.advice.baseline_spread)
+            losses = self.advice.baseline_losses
+            tolerated = settings.accepted.certain_gap(self.advice.baseline_spread, len(losses))
             if math.isfinite(tolerated):
                 axes.axvspan(-tolerated, tolerated, color=INK, alpha=0.12, lw=0)
                 notes += "; shaded: tolerated"

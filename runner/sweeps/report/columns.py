@@ -41,7 +41,13 @@ MAX_REASON_CHARACTERS = 120
 """Characters of an error in the cell of a group's status."""
 MAX_OPEN_JOBS = 12
 """A page folds a longer table of jobs."""
-_ROW_ORDER = [Verdict.BETTER, Verdict.SAME, Verdict.UNJUDGED, Verdict.WORSE]
+_ROW_ORDER = [
+    Verdict.BETTER,
+    Verdict.INDISTINGUISHABLE,
+    Verdict.UNCLEAR,
+    Verdict.UNJUDGED,
+    Verdict.WORSE,
+]
 """Verdicts in the order of the rows of a table of groups."""
 
 
@@ -120,6 +126,8 @@ def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
     """Return the verdict on the difference to the baseline's quality."""
     if c.is_baseline and not c.group.is_evaluation:
         return Cell("baseline", "quiet")
+    if c.trains_less:
+        return Cell(f"trains {format_percent(c.group.trained_share)}", "quiet", "not compared")
     if c.difference is None:
         return Cell("")
     verdict, numbers = difference_words(c.difference)

@@ -1,47 +1,50 @@
-"""State a sweep's result: in one or two sentences, and in a table of precisions and settings.
+"""State a sweep's result: one or two sentences, and what to type next.
 
-Each function writes the sentence of one situation (several seeds, one seed, no baseline, ...);
-`_device_sentence` chooses among them. In a sweep over precision and something else, precisions are
-compared within each setting: what the sweep varies beside precision and seed, such as a learning
-rate or a model.
+Each function writes the answer of one situation (several seeds, one seed, no baseline, ...);
+`_device_answer` chooses among them. In a sweep over precision and something else, precisions are
+compared within each setting, see settings_grid.py.
 """
 
 import math
+import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 
 from runner.config.invocation import given_keys
 from runner.modes.result import shared_settings
+from runner.sweeps.report.advice_page import answer_text
 from runner.sweeps.report.load import SweepData
+from runner.sweeps.report.settings_grid import best_group, settings_sentence
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
-    VERDICT_WORDS,
     difference_words,
+    format_interval,
     format_mean_sd,
     format_range,
     format_ratio,
     join_names,
     memory_words,
-    outcome_words,
+    speed_word,
     speed_words,
     stagnation_sentence,
+    verdict_word,
 )
-from runner.sweeps.sweep_resume import RUNNER_COMMAND
+from runner.sweeps.sweep_resume import RESUME_KEY, RUNNER_COMMAND, resume_text
 from runner.sweeps.verdict.compare import (
     BASELINE,
+    MIN_GAIN_SEEDS,
     Comparison,
     Group,
     caveats_of,
-    has_several_models,
-    qualities_by_seed,
     sweep_letter,
 )
-from runner.sweeps.verdict.statistics import Verdict, quality_difference
-from runner.utils.formatting import format_number, grouped
-from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
+from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS
+from runner.training.callbacks.summary import MIN_TIMED_MS
+from runner.utils.formatting import format_duration, format_number, format_percent, grouped
 from runner.utils.terminal import quote_command
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
@@ -50,74 +53,97 @@ MAX_WORTHWHILE_MEMORY_SHARE = 0.95
 the baseline's."""
 FAILURES = ("diverged", "failed", "stopped", "refused", "unavailable")
 """Outcomes without a result, in the order of the sentence on them."""
-MAX_SUMMARIES = 3
-"""Precisions in the conclusion; the report's list has all."""
-_NOT_COMPARED = "not compared"
-_NAMED_WORDS = (VERDICT_WORDS[Verdict.BETTER], VERDICT_WORDS[Verdict.WORSE], _NOT_COMPARED)
-"""Results that are rare and matter: the settings are named."""
-_BEST_NOTE = (
-    "best: measurably better than every other precision of its column (95 % interval of the "
-    "difference over seeds). A column without a mark has no measurable best."
-)
+TIMED_STEPS_FACTOR = 4
+"""Jobs that were too short should take this multiple of the shortest time that is measured."""
 
 
-def recommended_precision(comparisons: Sequence[Comparison]) -> Comparison | None:
-    """Return the fastest group that is measurably faster than 32-true and not worse in quality.
+@dataclass(frozen=True)
+class Answer:
+    """What the jobs of one device say, and what to type next.
 
-    Returns:
-        32-true itself if no other group is such. None if the sweep cannot answer: it has no
-        baseline, one seed, no speed of a judged group, other settings swept, or several devices.
+    Attributes:
+        text: one or two sentences.
+        words: overrides to type: one `precision=` for the training that the answer decides on,
+            else what the sweep's own command lacks for an answer.
+        aim: what the words are for, where the text does not say so.
+        pick: the group to train in, the baseline's where the answer is to stay; None where the
+            sweep cannot tell.
     """
-    finished = [comparison.group for comparison in comparisons if comparison.group.finished_count]
-    # Each combination of settings and device has an answer of its own: no row is marked as the one.
-    if len({(group.settings, group.device) for group in finished}) > 1:
-        return None
-    if not any(comparison.is_judged and comparison.speed_ratio for comparison in comparisons):
-        return None
-    candidates = []
-    for comparison in comparisons:
-        group = comparison.group
-        is_comparable = group.is_complete and not group.is_evaluation and comparison.speed_ratio
-        is_gain = comparison.speed_verdict == "faster" and comparison.is_not_worse
-        if is_comparable and (comparison.is_baseline or is_gain):
-            candidates.append(comparison)
-    if not any(candidate.is_baseline for candidate in candidates):
-        return None
-    return _fastest(candidates)
+
+    text: str
+    words: tuple[str, ...] = ()
+    aim: str = ""
+    pick: Comparison | None = None
+
+
+def answers(comparisons: Sequence[Comparison]) -> dict[str, Answer]:
+    """Return the answer of each device that has a result, by the device's name.
+
+    Args:
+        comparisons: see SweepData.compared.
+    """
+    by_device = grouped((c.group.device, c) for c in comparisons if c.group.quality)
+    return {
+        device: _device_answer(ended, [c for c in comparisons if c.group.device == device])
+        for device, ended in by_device.items()
+    }
+
+
+def only_answer(comparisons: Sequence[Comparison]) -> Answer:
+    """Return the answer of the only device; one that says nothing for several or two sweeps."""
+    found = [*answers(comparisons).values()]
+    is_of_two_sweeps = any(sweep_letter(comparison.group.name) for comparison in comparisons)
+    return found[0] if len(found) == 1 and not is_of_two_sweeps else Answer("")
 
 
 def conclusion_text(data: SweepData) -> str:
     """Return the result of a sweep and, in a sentence each, the reservations about it."""
+    if data.advice:
+        return answer_text(data.advice)
     compared = data.compared
-    return " ".join(
-        [data.no_answer or conclusion_sentence(compared), *reservations(data, compared)]
-    )
+    answer = data.no_answer or conclusion_sentence(data, compared)
+    return " ".join([answer, *reservations(data, compared)])
 
 
 def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
-    """Return the command that resumes a sweep without an answer, that repeats one with too few
-    seeds for an answer, or that trains once in the precision that it recommends; else empty."""
+    """Return the command of the words that the sweep's answer asks for, or that resumes a sweep
+    without one; else empty."""
     if data.no_answer:
         return data.resume_command
+    typed = only_answer(compared).words
+    if _is_resumable(data, typed):
+        return resume_text(data.folder, *typed)
     words: list[str] = []
     # A store may hold what nobody could type.
     with suppress(ValueError):
         words = shlex.split(data.commands[0]) if len(data.commands) == 1 else []
-    if words[:3] != RUNNER_COMMAND or given_keys():
+    if words[:3] != RUNNER_COMMAND or given_keys() or not typed:
         return ""
-    pick = recommended_precision(compared)
-    if pick is not None:
-        others = pick.group.jobs[0].left_out
+    dropped = [word.partition("=")[0] + "=" for word in typed]
+    if typed[0].startswith("precision=") and "," not in typed[0]:
+        chosen = [result for result in data.results if typed[0] in result.overrides]
+        left_out = chosen[0].left_out if chosen else ()
         presets = ("sweep", "hydra.", "hydra/", "launcher=", "-m", "--multirun")
-        dropped = ("precision=", "seed=", *presets, *others)
-        end = f"precision={pick.group.precision}"
-    elif compared and f"Type {_more_seeds(compared[0])}" in conclusion_sentence(compared):
-        dropped = ("seed=",)
-        end = _more_seeds(compared[0])
-    else:
-        return ""
-    kept = [word for word in words[3:] if not word.lstrip("+").startswith(dropped)]
-    return quote_command([*RUNNER_COMMAND, *kept, end])
+        dropped += ["seed=", *presets, *left_out]
+    kept = [word for word in words[3:] if not word.lstrip("+").startswith(tuple(dropped))]
+    return quote_command([*RUNNER_COMMAND, *kept, *typed])
+
+
+def _is_resumable(data: SweepData, words: Sequence[str]) -> bool:
+    """Return whether the sweep itself can get what an answer lacks: more seeds in its list."""
+    overrides = [word for result in data.results for word in result.overrides]
+    has_list = any(word.startswith("seed=") for word in overrides)
+    return has_list and bool(data.folder) and [word.partition("=")[0] for word in words] == ["seed"]
+
+
+def _answer_sentence(data: SweepData, answer: Answer) -> str:
+    """Return an answer with what to type; without it for trainings by another trainer."""
+    if not answer.words or not any(result.overrides for result in data.results):
+        return answer.text
+    words = [*answer.words]
+    if _is_resumable(data, words):
+        words = [f"{RESUME_KEY}={os.path.relpath(data.folder)}", *words]
+    return f"{answer.text} Type {' '.join(filter(None, [quote_command(words), answer.aim]))}."
 
 
 def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
@@ -126,6 +152,7 @@ def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
     sentences = [
         failure_sentence(compared, data.missing_jobs_clause),
         data.untrained_sentence,
+        _frozen_sentence(compared),
         *caveats_of(comparison.group for comparison in compared),
         stagnation_sentence(comparison.group for comparison in compared),
         data.flips_sentence,
@@ -134,24 +161,23 @@ def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
     return [*filter(None, sentences)]
 
 
-def conclusion_sentence(comparisons: Sequence[Comparison]) -> str:
-    """Return what the numbers show, one sentence per device.
+def conclusion_sentence(data: SweepData, comparisons: Sequence[Comparison]) -> str:
+    """Return what the numbers show and what to type, for each device.
 
     Args:
+        data: the sweep.
         comparisons: see SweepData.compared.
     """
     if any(sweep_letter(comparison.group.name) for comparison in comparisons):
         return _two_sweeps_sentence(comparisons)
     if not comparisons:
         return "No job wrote a result."
-    by_device = grouped((c.group.device, c) for c in comparisons if c.group.quality)
-    if by_device:
-        sentences = []
-        for device, ended in by_device.items():
-            every = [c for c in comparisons if c.group.device == device]
-            sentence = _device_sentence(ended, every)
-            place = f"On {device or 'an unknown device'}: " if len(by_device) > 1 else ""
-            sentences.append(f"{place}{sentence}")
+    found = answers(comparisons)
+    sentences = []
+    for device, answer in found.items():
+        place = f"On {device or 'an unknown device'}: " if len(found) > 1 else ""
+        sentences.append(f"{place}{_answer_sentence(data, answer)}")
+    if sentences:
         return " ".join(sentences)
     # Modes like plan and explain finish without a quality: that is no failure.
     if any(comparison.group.counts.get("finished") for comparison in comparisons):
@@ -165,7 +191,7 @@ def _two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         if comparison.baseline is None or comparison.is_baseline:
             continue
-        words = [_verdict_word(comparison), _speed_word(comparison)]
+        words = [verdict_word(comparison), speed_word(comparison)]
         clauses.append(f"{comparison.group.name}: {', '.join(filter(None, words)) or 'no result'}")
     if clauses:
         return f"Against {BASELINE} of A: {'; '.join(clauses)}."
@@ -196,8 +222,16 @@ def _capitalised_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
-    """Return the sentence on the groups of one device that ended with a quality.
+def _frozen_sentence(comparisons: Sequence[Comparison]) -> str:
+    """Return which groups train few of their weights and are not compared; empty without any."""
+    shares = {c.group.name: c.group.trained_share for c in comparisons if c.trains_less}
+    texts = join_names(f"{name} {format_percent(share)}" for name, share in shares.items())
+    start = f"Not compared, for few of the weights train and the rest is frozen: {texts}"
+    return f"{start}." if shares else ""
+
+
+def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> Answer:
+    """Return the answer of the groups of one device that ended with a quality.
 
     Args:
         ended: those groups.
@@ -207,66 +241,82 @@ def _device_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -
     # situations before it are excluded.
     groups = [comparison.group for comparison in ended]
     if any(group.is_evaluation for group in groups):
-        return _evaluation_sentence(groups)
+        return Answer(_evaluation_sentence(groups))
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
-        return _only_sentence(ended[0])
+        return _only_answer(ended[0])
     if len({group.settings for group in groups}) > 1:
-        return _settings_sentence(ended, every)
-    others = [comparison for comparison in ended if not comparison.is_baseline]
-    if len(others) == len(ended):
-        return _no_baseline_sentence(ended)
+        return Answer(settings_sentence(ended, every))
+    if not any(comparison.is_baseline for comparison in ended):
+        return Answer(_no_baseline_sentence(ended))
+    others = [other for other in ended if not other.is_baseline and not other.trains_less]
+    if not others:
+        return Answer(f"Stay with {BASELINE}: no other precision trains the same weights.")
     if not any(comparison.speed_ratio for comparison in others):
-        return _untimed_sentence(others)
+        return _untimed_answer(others)
     if any(comparison.is_judged for comparison in ended):
-        return _judged_sentence(ended)
-    return _unjudged_sentence(ended)
+        return _judged_answer(ended, others)
+    return _unjudged_answer(others)
 
 
-def _only_sentence(comparison: Comparison) -> str:
+def _only_answer(comparison: Comparison) -> Answer:
     """Return the result of the only group with one, and what to type to compare it."""
     name = comparison.group.name
     facts = _group_facts(comparison.group)
     if comparison.is_baseline:
-        return f"Stay with {BASELINE}: no other precision finished. It reached {facts}."
+        return Answer(f"Stay with {BASELINE}: no other precision finished. It reached {facts}.")
     other = "bf16-mixed" if name == BASELINE else name
-    advice = _typed([f"precision={BASELINE},{other}"], [comparison], "to compare")
-    return f"{name} finished: {facts}.{advice}"
+    words = (f"precision={BASELINE},{other}",)
+    return Answer(f"{name} finished: {facts}.", words, "to compare")
 
 
-def _typed(words: Sequence[str], ended: Sequence[Comparison], aim: str = "") -> str:
-    """Return a sentence on what to type; empty for trainings by another trainer."""
-    if not any(comparison.group.jobs[0].overrides for comparison in ended):
-        return ""
-    return f" Type {' '.join(filter(None, [quote_command(words), aim]))}."
+def _seed_list(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
+    """Return the override for a number of seeds, those that the groups have among them."""
+    jobs = [job for comparison in comparisons for job in comparison.group.jobs]
+    seeds = sorted({job.seed for job in jobs if job.seed is not None})
+    added = (seed for seed in range(count + len(seeds)) if seed not in seeds)
+    while len(seeds) < count:
+        seeds.append(next(added))
+    return (f"seed={','.join(map(str, seeds))}",)
 
 
-def _more_seeds(comparison: Comparison) -> str:
-    """Return the override for three seeds, or for twice as many as a group has."""
-    count = max(3, 2 * comparison.group.quality.n) if comparison.group.quality else 3
-    return f"seed={','.join(map(str, range(count)))}"
-
-
-def _untimed_sentence(others: Sequence[Comparison]) -> str:
+def _untimed_answer(others: Sequence[Comparison]) -> Answer:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
-    against = ""
-    compared = []
-    for other in others:
-        if other.difference:
-            assert other.group.quality is not None
-            words = difference_words(other.difference)
-            verdict = ", ".join(filter(None, words)) if other.is_judged else words[1]
-            # Without its standard deviation: the difference has another ±, an interval.
-            mean = format_number(other.group.quality.mean)
-            compared.append(f"{other.group.name} {mean} ({verdict})")
-    if compared:
-        quality = others[0].group.jobs[0].quality
-        against = f" {quality} against {BASELINE}: {join_names(compared)}."
-    if any(other.difference and not other.is_judged for other in others):
-        against += _typed([_more_seeds(others[0])], others, "to judge the differences")
+    compared = [other for other in others if other.difference]
+    # What does harm comes first: of many only some are named.
+    compared.sort(key=lambda other: (not other.is_worse, -_loss_gap(other)))
+    parts = []
+    for other in compared:
+        assert other.difference is not None
+        assert other.group.quality is not None
+        words = difference_words(other.difference)
+        verdict = ", ".join(filter(None, words)) if other.is_judged else words[1]
+        # Without its standard deviation: the difference has another ±, an interval.
+        mean = format_number(other.group.quality.mean)
+        parts.append(f"{other.group.name} {mean} ({verdict})")
+    quality = others[0].group.jobs[0].quality
+    against = f" {quality} against {BASELINE}: {join_names(parts)}." if parts else ""
     jobs = [job for other in others for job in other.group.jobs]
+    words: tuple[str, ...] = ()
+    aim = ""
+    if any(not other.is_judged for other in compared):
+        words = _seed_list(others, MIN_SEEDS)
+        aim = "to judge the differences"
     if all(job.kernels == "emulated" for job in jobs):
-        return f"Emulated: the hardware itself is needed to measure the speed.{against}"
-    return f"Too short for a comparison of speed; train for more steps.{against}"
+        text = f"Emulated: the hardware itself is needed to measure the speed.{against}"
+        return Answer(text, words, aim)
+    timed_ms = min((job.steps * job.step_ms for job in jobs if job.step_ms), default=MIN_TIMED_MS)
+    factor = math.ceil(TIMED_STEPS_FACTOR * MIN_TIMED_MS / timed_ms) if timed_ms else 1
+    steps = max(job.steps for job in jobs) * max(factor, 2)
+    words = (f"train.max_steps={steps}", *words)
+    text = f"Too short for a comparison of speed; train for more steps.{against}"
+    return Answer(text, words, aim)
+
+
+def _loss_gap(comparison: Comparison) -> float:
+    """Return by how much the quality is worse than the baseline's, in its own unit."""
+    assert comparison.difference is not None
+    sign = -1 if comparison.group.jobs[0].direction == "max" else 1
+    return sign * comparison.difference.value
 
 
 def _group_facts(group: Group) -> str:
@@ -285,7 +335,7 @@ def _evaluation_sentence(groups: Sequence[Group]) -> str:
     evaluated = [group for group in groups if group.change]
     by_checkpoint = grouped((shared_settings(group.settings), group) for group in evaluated)
     if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
-        best = _best_group(groups)
+        best = best_group(groups)
         return f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
     return " ".join(map(_checkpoint_sentence, by_checkpoint.values()))
 
@@ -328,48 +378,91 @@ def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
     return f"{sentence} Fastest: {fastest.name}: {_group_facts(fastest)}."
 
 
-def _unjudged_sentence(ended: Sequence[Comparison]) -> str:
+def _unjudged_answer(others: Sequence[Comparison]) -> Answer:
     """Compare speed and memory, which one seed measures; quality needs more."""
-    timed = [other for other in _complete_others(ended) if other.speed_ratio]
+    timed = [other for other in others if other.speed_ratio and other.group.is_complete]
     if not timed:
-        return f"Stay with {BASELINE}: no other precision finished."
+        return Answer(f"Stay with {BASELINE}: no other precision finished.")
     fastest = _fastest(timed)
     least = _least_memory_words(timed, fastest)
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
     costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")
     quality = f"{fastest.group.jobs[0].quality} differs{gap}"
-    advice = _typed([_more_seeds(fastest)], ended)
-    return f"{costs}{least}. Whether {quality} takes more seeds to judge.{advice}"
+    words = _seed_list(others, MIN_SEEDS)
+    return Answer(f"{costs}{least}. Whether {quality} takes more seeds to judge.", words)
 
 
-def _judged_sentence(ended: Sequence[Comparison]) -> str:
-    """Name the fastest group that is not worse; several seeds on both sides judge quality."""
+def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) -> Answer:
+    """Decide where several seeds on both sides judge quality.
+
+    Recommended is the fastest group that is measurably faster and shown to be as good. Where a
+    faster one is neither shown to be as good nor found worse, the answer is open.
+    """
     quality = ended[0].group.jobs[0].quality
-    others = _complete_others(ended)
-    fit = [other for other in others if other.speed_ratio and other.is_not_worse]
-    if not fit:
+    baseline = next(comparison for comparison in ended if comparison.is_baseline)
+    complete = [other for other in others if other.group.is_complete]
+    timed = [other for other in complete if other.speed_ratio and not other.is_worse]
+    stay = (f"precision={BASELINE}",)
+    if not timed:
         worse = []
-        for other in others:
-            if other.difference and other.is_judged and not other.is_not_worse:
+        for other in complete:
+            if other.difference and other.is_worse:
                 worse.append(f"{other.group.name} is {difference_words(other.difference)[0]}")
         reason = f"in {quality} {join_names(worse)}" if worse else "no other one finished in full"
-        return f"Stay with {BASELINE}: {reason}.{_typed([f'precision={BASELINE}'], ended)}"
-    pick = _fastest(fit)
+        return Answer(f"Stay with {BASELINE}: {reason}.", stay, pick=baseline)
+    faster = [other for other in timed if other.speed_verdict == "faster"]
+    sound = [other for other in faster if other.has_learned and not other.has_stalled]
+    fit = [other for other in sound if other.is_as_good]
+    if faster and not fit:
+        return _open_answer(_fastest(faster), ended)
+    pick = _fastest(fit or timed)
     assert pick.group.quality is not None
     assert pick.difference is not None
     verdict, numbers = difference_words(pick.difference)
-    evidence = ", ".join(filter(None, [numbers, f"{pick.group.quality.n} seeds"]))
+    evidence = ", ".join(filter(None, [numbers, f"{pick.difference.n} seeds"]))
     costs = _cost_words(pick, f"Train in {pick.group.name}", "nothing as good")
-    least = _least_memory_words(fit, pick)
-    name = pick.group.name if pick.speed_verdict == "faster" else BASELINE
-    advice = _typed(f"precision={name}".split(), [pick])
-    return f"{costs}; {quality}: {verdict} ({evidence}){least}.{advice}"
+    least = _least_memory_words(timed, pick)
+    words = (f"precision={pick.group.precision}",) if fit else stay
+    text = f"{costs}; {quality}: {verdict} ({evidence}){least}."
+    ratio = pick.speed_ratio
+    assert ratio is not None
+    if pick.speed_verdict == "unclear" and not pick.was_busy and ratio.value > 1 + MIN_GAIN_SEEDS:
+        return Answer(text, _seed_list(ended, 2 * ratio.n), "to measure the speed")
+    return Answer(text, words, pick=pick if fit else baseline)
 
 
-def _complete_others(ended: Sequence[Comparison]) -> list[Comparison]:
-    """Return the complete groups other than the baseline."""
-    others = [comparison for comparison in ended if not comparison.is_baseline]
-    return [other for other in others if other.group.is_complete]
+def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
+    """Say why the fastest group is not recommended yet, and what would decide."""
+    group = rival.group
+    gains = ", ".join(filter(None, [speed_words(rival), _memory_clause(rival)]))
+    start = f"Stay with {BASELINE} for now: {group.name} is {gains}, but"
+    if not rival.has_learned:
+        return Answer(f"{start} where nothing is learned nothing can be judged.")
+    if rival.has_stalled:
+        words = (f"precision={BASELINE},{group.precision}", "precision.update=kahan")
+        share = format_percent(group.stagnant_share)
+        text = f"{start} the last step moved none of {share} of its weights."
+        return Answer(text, words, "to keep such updates")
+    difference = rival.difference
+    assert difference is not None
+    quality = group.jobs[0].quality
+    worst = format_number(_loss_gap(rival) + difference.ci_half_width)
+    numbers = f"{format_interval(difference.value, difference.ci_half_width, '+')}, "
+    if math.isnan(difference.margin):
+        words = ("advise.max_gap=0.01",)
+        text = f"{start} the seeds of {BASELINE} do not differ, so that no tolerance is known."
+        return Answer(text, words, "to accept a difference of 0.01")
+    text = (
+        f"{start} its {quality} may be {worst} worse ({numbers}{difference.n} seeds, tolerated "
+        f"{format_number(difference.margin)})."
+    )
+    if difference.seeds_needed is None:
+        return Answer(f"{text} At this difference {MAX_SEEDS} seeds would not show that it is not.")
+    words = _seed_list(ended, difference.seeds_needed)
+    seconds = sum(fmean(job.seconds for job in other.group.jobs) for other in ended)
+    added = format_duration(seconds * (difference.seeds_needed - difference.n))
+    text += f" About {difference.seeds_needed} seeds would decide, {added} more."
+    return Answer(text, words)
 
 
 def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:
@@ -382,16 +475,16 @@ def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:
     """
     name = comparison.group.name
     ratio = comparison.speed_ratio
+    interval = format_range(ratio)
     if comparison.speed_verdict == "faster":
         text = f"{lead}: {speed_words(comparison)}"
     elif comparison.speed_verdict == "unclear":
-        over_seeds = format_range(ratio) and f" ({format_range(ratio)} over seeds)"
-        speed = f"{format_ratio(ratio)} × as fast{over_seeds}"
+        between = interval and f" (95 % interval {interval})"
+        speed = f"{format_ratio(ratio)} × as fast{between}"
         text = f"Stay with {BASELINE}: {nothing} was measurably faster. {name} is {speed}"
     else:
         is_slower = comparison.speed_verdict == "slower"
-        range_words = format_range(ratio) and f" ({format_range(ratio)} ×)"
-        even = f"about as fast as {BASELINE}{range_words}"
+        even = f"about as fast as {BASELINE}{interval and f' ({interval} ×)'}"
         speed = speed_words(comparison) if is_slower else even
         text = f"Stay with {BASELINE}: {nothing} trained faster. {name} is {speed}"
     return ", ".join(filter(None, [text, _memory_clause(comparison)]))
@@ -418,183 +511,3 @@ def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
 
 def _fastest(comparisons: Sequence[Comparison]) -> Comparison:
     return max(comparisons, key=lambda c: c.speed_ratio.value if c.speed_ratio else 0)
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The groups of one device by precision and setting.
-
-    Attributes:
-        rows: precisions, with keys of their own such as precision.keep_fp32=[head].
-        columns: the settings.
-        cells: comparison of each row and column; combinations that were not swept are missing.
-    """
-
-    rows: Sequence[str]
-    columns: Sequence[str]
-    cells: dict[tuple[str, str], Comparison]
-
-    @classmethod
-    def of_device(cls, compared: Sequence[Comparison], device: str) -> "_Grid":
-        """Return the groups of a device."""
-        cells = {}
-        for comparison in compared:
-            group = comparison.group
-            if group.device != device:
-                continue
-            setting = shared_settings(group.settings)
-            # The precision with the keys that it does not share with 32-true.
-            shared = setting.split()
-            own_keys = [word for word in group.settings.split() if word not in shared]
-            cells[" ".join([group.precision, *own_keys]), setting] = comparison
-        rows = dict.fromkeys(row for row, _ in cells)
-        columns = dict.fromkeys(column for _, column in cells)
-        return cls(list(rows), list(columns), cells)
-
-    def column(self, setting: str) -> list[Comparison]:
-        """Return the comparisons of one setting."""
-        return [self.cells[row, setting] for row in self.rows if (row, setting) in self.cells]
-
-    @property
-    def is_grid(self) -> bool:
-        """Return whether at least two settings have several precisions to compare."""
-        return sum(len(self.column(setting)) > 1 for setting in self.columns) > 1
-
-
-def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
-    """Yield a table of precisions × settings for each device, and a summary for each precision.
-
-    Nothing is yielded for a sweep that does not compare precisions in several settings.
-    """
-    devices = dict.fromkeys(comparison.group.device for comparison in compared)
-    grids = {device: _Grid.of_device(compared, device) for device in devices}
-    grids = {device: grid for device, grid in grids.items() if grid.is_grid}
-    if not grids:
-        return
-    yield Heading("Precisions in each setting")
-    for device, grid in grids.items():
-        if len(grids) > 1:
-            yield Text(f"On {device or 'an unknown device'}:")
-        best = {id(_measured_best(grid.column(setting))) for setting in grid.columns}
-        rows = []
-        for row in grid.rows:
-            comparisons = [grid.cells.get((row, setting)) for setting in grid.columns]
-            rows.append(
-                [Cell(row), *(_quality_cell(each, id(each) in best) for each in comparisons)]
-            )
-        yield Table(["precision", *grid.columns], rows)
-        summaries = list(_summaries(grid))
-        if summaries:
-            yield Items(summaries)
-        if any(cell.note == "best" for row in rows for cell in row):
-            yield Text(_BEST_NOTE, "small")
-    if has_several_models([comparison.group for comparison in compared]):
-        yield Text("Qualities of different models or data are not compared.", "small")
-
-
-def _quality_cell(comparison: Comparison | None, is_best: bool) -> Cell:
-    """Return a group's quality, or how its jobs ended without one; empty if it was not swept."""
-    if comparison is None:
-        return Cell("")
-    group = comparison.group
-    if group.quality is None:
-        return Cell(outcome_words(group), "bad")
-    text = format_mean_sd(group.quality)
-    return Cell(text, "good", "best") if is_best else Cell(text)
-
-
-def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
-    """Return the group that is measurably better than every other one of a setting, if any is."""
-    ended = [comparison for comparison in column if comparison.group.quality]
-    if len(ended) < 2:
-        return None
-    for candidate in ended:
-        values = qualities_by_seed(candidate.group)
-        direction = candidate.group.jobs[0].direction
-        others = [qualities_by_seed(c.group) for c in ended if c is not candidate]
-        differences = [quality_difference(values, other, direction) for other in others]
-        if all(difference.verdict is Verdict.BETTER for difference in differences):
-            return candidate
-    return None
-
-
-def _summaries(grid: _Grid) -> Iterator[tuple[str, str]]:
-    """Yield (precision, for how many settings each verdict against 32-true holds)."""
-    for name in grid.rows:
-        row = {}
-        for setting in grid.columns:
-            comparison = grid.cells.get((name, setting))
-            if comparison and comparison.baseline is not None and not comparison.is_baseline:
-                row[setting] = comparison
-        if len(row) > 1:
-            yield name, ", ".join([*_counts(row, _verdict_word), *_counts(row, _speed_word)])
-
-
-def _speed_word(comparison: Comparison) -> str:
-    """Return the verdict on speed in words, empty without one."""
-    words = {"even": "about as fast", "unclear": "speed unclear"}
-    return words.get(comparison.speed_verdict, comparison.speed_verdict)
-
-
-def _verdict_word(comparison: Comparison) -> str:
-    """Return the verdict on quality in words, empty for an evaluated checkpoint."""
-    if comparison.group.is_evaluation:
-        return ""
-    if comparison.difference is None:
-        return _NOT_COMPARED
-    return VERDICT_WORDS[comparison.difference.verdict]
-
-
-def _counts(row: dict[str, Comparison], word_of: Callable[[Comparison], str]) -> Iterator[str]:
-    """Yield each word with the number of settings that it holds for, the most frequent first."""
-    settings_by_word = grouped((word_of(each), setting) for setting, each in row.items())
-    settings_by_word.pop("", None)
-    for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
-        text = f"{word} in {len(settings)} of {len(row)} settings"
-        if word in _NAMED_WORDS and len(settings) < len(row):
-            text += f" ({join_names(settings)})"
-        yield text
-
-
-def _settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
-    """Return the best group, and how precisions compare with 32-true in each setting.
-
-    Args:
-        ended: the comparisons of one device whose groups have a quality.
-        every: all comparisons of that device.
-    """
-    groups = [comparison.group for comparison in ended]
-    sentences: list[str] = []
-    if not has_several_models(groups):
-        sentences.append(_best_sentence(groups))
-    grid = _Grid.of_device(every, groups[0].device)
-    summaries = [f"{name}: {text}" for name, text in _summaries(grid)]
-    if summaries:
-        more = len(summaries) - MAX_SUMMARIES
-        rest = [f"{more} more precisions: see the report"] if more > 0 else []
-        shown = "; ".join([*summaries[:MAX_SUMMARIES], *rest])
-        sentences.append(f"Against {BASELINE} in each setting: {shown}.")
-    if not sentences:
-        sentences.append("Different models or data: their qualities are not compared.")
-    return " ".join(sentences)
-
-
-def _best_group(groups: Sequence[Group]) -> Group:
-    """Return the group with the best mean quality; every group must have one."""
-    pick = max if groups[0].jobs[0].direction == "max" else min
-    return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
-
-
-def _best_sentence(groups: Sequence[Group]) -> str:
-    """Return the best group, and the best group of each other precision."""
-    best = _best_group(groups)
-    sentence = f"Best {best.jobs[0].quality}: {best.name} with {format_mean_sd(best.quality)}"
-    rest = [group for group in groups if group.precision != best.precision]
-    by_precision = grouped((group.precision, group) for group in rest)
-    others = [_best_group(of_precision) for of_precision in by_precision.values()]
-    if others:
-        names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
-        sentence += f"; best of the other precisions: {names}"
-    if all(len(group.jobs) == 1 for group in groups):
-        sentence += "; one seed each: not judged"
-    return f"{sentence}."

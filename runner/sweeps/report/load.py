@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from runner.config.annotations import dataclass_fields_from_json
 from runner.config.resolve import leaves
 from runner.modes.result import RunResult, Status, read_results, shared_settings
 from runner.sweeps.manifest import Manifest
@@ -25,6 +26,7 @@ from runner.sweeps.sweep_resume import resume_text
 from runner.sweeps.verdict.compare import BASELINE, Comparison, compare_with_baselines, group_name
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking import history
 from runner.tracking.history import Curve
 from runner.utils.files import read_text, write_json
@@ -127,7 +129,8 @@ class SweepData:
         notes: sentences on the jobs of two sweeps, see join_sweeps.
         busy: share of the processors that other programs kept busy, where jobs trained on a CPU.
         swept_precisions: precisions that the command lists.
-        resume_command: what resumes it here.
+        folder: of the sweep, if it can be resumed here; else empty.
+        tolerance: accepted loss above the baseline's.
     """
 
     jobs: Sequence[Job]
@@ -140,7 +143,8 @@ class SweepData:
     notes: Sequence[str] = ()
     busy: float = 0.0
     swept_precisions: Sequence[str] = ()
-    resume_command: str = ""
+    folder: str = ""
+    tolerance: Tolerance = field(default_factory=Tolerance)
 
     @property
     def results(self) -> list[RunResult]:
@@ -150,7 +154,12 @@ class SweepData:
     @property
     def compared(self) -> list[Comparison]:
         """Return each group of jobs that differ in their seeds alone, against its baseline."""
-        return compare_with_baselines(self.results, self.busy)
+        return compare_with_baselines(self.results, self.busy, self.tolerance, self.untrained)
+
+    @property
+    def resume_command(self) -> str:
+        """Return what resumes the sweep here; empty if it cannot be."""
+        return resume_text(self.folder) if self.folder else ""
 
     @property
     def is_unfinished(self) -> bool:
@@ -172,7 +181,7 @@ class SweepData:
         """Return the answer of mode=advise, None for any other sweep."""
         if self.advise_settings is None:
             return None
-        return rank_precisions(self.results, self.advise_settings)
+        return rank_precisions(self.results, self.advise_settings, self.untrained)
 
     @property
     def router_flips(self) -> dict[str, dict[str, float]]:
@@ -213,10 +222,10 @@ class SweepData:
         return busy_sentence(self.busy) if any(job.is_on_cpu for job in self.results) else ""
 
     @property
-    def untrained_sentence(self) -> str:
-        """Return which jobs ended with no lower training loss than that of the weights that they
-        began with; empty without any."""
-        names = []
+    def untrained(self) -> list[RunResult]:
+        """Return the results of the jobs that ended with no lower training loss than that of the
+        weights that they began with."""
+        found = []
         for job in self.jobs:
             curve = job.curves.get("train/loss")
             is_finished = job.result.outcome == "finished"
@@ -225,7 +234,13 @@ class SweepData:
             steps, _, losses = curve
             # The first step's loss is of the weights before any update.
             if steps[0] == 1 and losses[-len(losses) // 10 :].mean() >= losses[0]:
-                names.append(job.result.label)
+                found.append(job.result)
+        return found
+
+    @property
+    def untrained_sentence(self) -> str:
+        """Return which jobs have learned nothing; empty without any."""
+        names = [result.label for result in self.untrained]
         start = f"The training loss of {join_names(names)} ended no lower than in the first step"
         return f"{start}: where nothing is learned, precisions do not differ." if names else ""
 
@@ -279,7 +294,8 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
         settings,
         busy=manifest.busy,
         swept_precisions=lists[-1].split(",") if lists else (),
-        resume_command=resume_text(folder),
+        folder=str(folder),
+        tolerance=Tolerance(manifest.tolerance, manifest.max_gap),
     )
 
 
@@ -293,6 +309,7 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
         "stopped": data.is_stopped,
         "busy": data.busy,
         "requested_jobs": data.job_count,
+        "tolerance": asdict(data.tolerance),
         "request": asdict(data.advise_settings) if data.advise_settings else None,
         "results": [asdict(job.result) for job in data.jobs],
     }
@@ -310,6 +327,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     job_count = 0
     busy = 0.0
     settings = None
+    tolerance = Tolerance()
     for content in contents:
         for values in content.get("results", ()):
             # Entries that cannot be read are skipped.
@@ -322,6 +340,8 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         is_stopped |= bool(content.get("stopped"))
         share = content.get("busy")
         busy = max(busy, share) if isinstance(share, float) else busy
+        with suppress(ValueError):
+            tolerance = Tolerance(**dataclass_fields_from_json(Tolerance, content.get("tolerance")))
         settings = AdviseSettings.from_json(content.get("request")) or settings
         count = content.get("requested_jobs")
         job_count += count if isinstance(count, int) else 0
@@ -352,6 +372,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         settings,
         tuple(reader.notices),
         busy=busy,
+        tolerance=tolerance,
     )
 
 

@@ -30,11 +30,11 @@ from runner.sweeps.report.conclusion import (
     conclusion_sentence,
     failure_sentence,
     next_command,
-    recommended_precision,
+    only_answer,
     reservations,
-    settings_blocks,
 )
 from runner.sweeps.report.load import Job, SweepData
+from runner.sweeps.report.settings_grid import settings_blocks
 from runner.sweeps.report.wording import (
     OUTCOME_WORDS,
     cast_notes,
@@ -51,7 +51,7 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
 )
 from runner.sweeps.verdict.gate import gate_verdict
-from runner.sweeps.verdict.statistics import Difference, Verdict
+from runner.sweeps.verdict.statistics import ERROR_RATE, Difference, Verdict
 from runner.utils.files import write_text
 from runner.utils.formatting import format_number, format_percent, grouped
 from runner.utils.markup import (
@@ -81,20 +81,22 @@ SCHEMA_VERSION = 1
 """Version of report.json; a new column does not change it."""
 TEST_SOURCES = {
     "paired t": "paired t, Student 1908, over equal seeds",
-    "Welch": "Welch 1947; paired t where both have the same seeds, or three in common",
+    "Welch": "Welch 1947; paired t over the seeds that both have",
 }
 QUALITY_NOTE = """the last evaluation's, mean ± sample standard deviation (number of seeds);
 diverged jobs are not in the mean. Seeds: {seeds}."""
 CHANGE_NOTE = "against what the checkpoint reached in the precision it was trained in."
-VERDICT_NOTE = """difference of the means with its 95 % interval ({test}). An interval that contains
-0 is no measurable difference, which is not equality: more seeds narrow it. Each is judged on its
-own: of 20 equal precisions one falls outside by chance."""
+VERDICT_NOTE = f"""difference of the means, judged as by mode=advise (docs/advise.md; {{test}}).
+Within tolerance: at {ERROR_RATE:.0%}, a loss of more than {{accepted}} is excluded, for which the
+lower bound of a deviation that few seeds measure counts. Worse or better: beyond the tolerance, and
+by the same test at {ERROR_RATE:.0%} for all precisions together. Neither: not enough evidence.
+Tolerated is what you say: advise.max_gap=0.01 in the unit of the quality, or advise.tolerance."""
 SPEED_NOTE = """examples/s of training, without the first block of steps and without evaluations (in
 mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
-the medians, with the range over seeds. Called faster or slower where the range excludes 1 and the
-median is more than {several:.0%} from it ({single:.0%} with one seed), and unclear where other
-programs kept more than {busy:.0%} of a CPU busy. Not timed where one of the jobs took less than a
-quarter of a second for its steps."""
+the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or slower
+where the interval excludes 1 and the median is more than {several:.0%} from it ({single:.0%} with
+one seed), and unclear where other programs kept more than {busy:.0%} of a CPU busy. Not timed where
+one of the jobs took less than a quarter of a second for its steps."""
 TWO_SWEEPS_NOTE = f"""the jobs of A and of B are compared with {BASELINE} of A. B's seeds are paired
 with A's where both are the same. Whatever differs between A and B may be the cause of a verdict on
 B."""
@@ -171,7 +173,7 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         # The command is in the run's tag, caveats are in the report.
         reservations = [failures, data.untrained_sentence, data.speed_reservation]
         rest = [links, *map(markdown_text, reservations)]
-        answer = data.no_answer or conclusion_sentence(compared)
+        answer = data.no_answer or conclusion_sentence(data, compared)
         conclusion = markdown(Text(answer, "answer"))
         parts = [conclusion, " · ".join(filter(None, rest))]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -230,7 +232,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
     for note in data.notes:
         yield Text(note)
-    yield Text(data.no_answer or conclusion_sentence(compared), "answer")
+    yield Text(data.no_answer or conclusion_sentence(data, compared), "answer")
     command = next_command(data, compared)
     if command:
         yield Commands([command])
@@ -238,7 +240,7 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     if not compared:
         return
     yield from settings_blocks(compared)
-    yield groups_table(compared, None if data.no_answer else recommended_precision(compared))
+    yield groups_table(compared, None if data.no_answer else only_answer(compared).pick)
     verdict = common_verdict(compared)
     if verdict:
         yield Text(f"Against the baseline, each one with a result: {verdict}.", "small")
@@ -283,7 +285,7 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         return
     if any(group.finished_count for group in groups):
         yield Heading("How this was compared")
-        yield Items(list(report_footnotes(compared)), small=True)
+        yield Items(list(report_footnotes(data, compared)), small=True)
 
 
 def _failure_reason(job: Job) -> str:
@@ -304,7 +306,7 @@ def _failure_reason(job: Job) -> str:
     return f"diverged: {metrics}"
 
 
-def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
+def report_footnotes(data: SweepData, compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) for every kind of number that the report compares.
 
     A report gets the note of a number only if it shows such a number.
@@ -319,7 +321,11 @@ def report_footnotes(compared: Sequence[Comparison]) -> Iterator[tuple[str, str]
     if tests:
         # Welch's note names the paired test, too: groups of one report can need either.
         source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
-        yield "Verdict", VERDICT_NOTE.format(test=source)
+        accepted = data.tolerance
+        unit = f"{accepted.deviations:g} × the standard deviation between {BASELINE}'s seeds (advise.tolerance)"
+        if accepted.max_gap is not None:
+            unit = f"{accepted.max_gap:g} (advise.max_gap)"
+        yield "Verdict", VERDICT_NOTE.format(test=source, accepted=unit)
     if any(c.speed_ratio for c in compared if not c.is_baseline):
         limits = {"several": MIN_GAIN_SEEDS, "single": MIN_GAIN_ONE_SEED, "busy": BUSY_SHARE}
         yield "Speed", SPEED_NOTE.format(**limits)

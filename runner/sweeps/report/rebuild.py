@@ -271,6 +271,7 @@ def join_sweeps(first: LoadedSweep, second: LoadedSweep) -> SweepData:
             *_difference_notes(first, second),
         ],
         busy=max(data.busy for data in both),
+        tolerance=first.data.tolerance,
     )
 
 

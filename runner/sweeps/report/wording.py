@@ -14,12 +14,12 @@ from runner.utils.markup import Tone
 VERDICT_WORDS = {
     Verdict.BETTER: "better",
     Verdict.WORSE: "worse",
-    Verdict.SAME: "no measurable difference",
-    Verdict.INDISTINGUISHABLE: "indistinguishable",
+    Verdict.INDISTINGUISHABLE: "within tolerance",
     Verdict.UNCLEAR: "not enough evidence",
     Verdict.UNJUDGED: "not judged",
     Verdict.RECOMMENDED: "recommended",
     Verdict.BASELINE: "baseline",
+    Verdict.STALLED: "weights no longer move",
     Verdict.DIVERGED: "diverged",
     Verdict.SLOW: "too slow here",
     Verdict.FAILED: "cannot train this",
@@ -27,12 +27,13 @@ VERDICT_WORDS = {
 }
 VERDICT_TONES: dict[Verdict, Tone] = {
     **dict.fromkeys((Verdict.RECOMMENDED, Verdict.BETTER), "good"),
-    **dict.fromkeys((Verdict.WORSE, Verdict.DIVERGED, Verdict.FAILED), "bad"),
+    **dict.fromkeys((Verdict.WORSE, Verdict.DIVERGED, Verdict.FAILED, Verdict.STALLED), "bad"),
     **dict.fromkeys((Verdict.UNCLEAR, Verdict.UNJUDGED), "quiet"),
     **dict.fromkeys((Verdict.SLOW, Verdict.UNAVAILABLE), "quiet"),
 }
 OUTCOME_WORDS = {"unavailable": "unavailable here", "refused": "not tried"}
 """Outcomes of jobs whose names say too little."""
+NOT_COMPARED = "not compared"
 MIN_STAGNANT_SHARE = 0.01
 """Share of the weights that did not move, from which the table mentions it."""
 MAX_LISTED_NAMES = 3
@@ -77,7 +78,7 @@ def format_ratio(ratio: Ratio | None) -> str:
 
 
 def format_range(ratio: Ratio | None) -> str:
-    """Return a ratio's range over seeds, empty with one seed."""
+    """Return a ratio's interval over seeds, empty with one seed."""
     if ratio is None or ratio.low == ratio.high:
         return ""
     return f"{ratio.low:.2f} to {ratio.high:.2f}"
@@ -106,10 +107,9 @@ def difference_words(difference: Difference) -> tuple[str, str]:
     value = difference.value
     half_width = difference.ci_half_width
     if difference.verdict is Verdict.UNJUDGED:
-        reason = "no spread over the seeds" if half_width == 0 else "one seed"
-        return f"{words} ({reason})", f"{value:+.2g}"
-    if difference.verdict is Verdict.SAME:
-        is_identical = half_width == 0
+        return f"{words} (one seed)", f"{value:+.2g}"
+    if difference.verdict in (Verdict.INDISTINGUISHABLE, Verdict.UNCLEAR):
+        is_identical = half_width == 0 and value == 0
         numbers = format_interval(value, half_width, "+")
         return words, "identical in every seed" if is_identical else numbers
     return f"{words} by {format_interval(abs(value), half_width)}", ""
@@ -138,6 +138,21 @@ def memory_words(comparison: Comparison) -> str:
 def memory_name(comparison: Comparison) -> str:
     """Return which memory is compared; see Group.memory_mib."""
     return "weights and optimizer state" if comparison.group.is_on_cpu else "peak memory"
+
+
+def speed_word(comparison: Comparison) -> str:
+    """Return the verdict on speed in words, empty without one."""
+    words = {"even": "about as fast", "unclear": "speed unclear"}
+    return words.get(comparison.speed_verdict, comparison.speed_verdict)
+
+
+def verdict_word(comparison: Comparison) -> str:
+    """Return the verdict on quality in words, empty for an evaluated checkpoint."""
+    if comparison.group.is_evaluation:
+        return ""
+    if comparison.difference is None:
+        return NOT_COMPARED
+    return VERDICT_WORDS[comparison.difference.verdict]
 
 
 def rating_words(verdict: PrecisionVerdict) -> str:

@@ -6,21 +6,21 @@ A `Group` holds the jobs that differ in their seeds alone; a `Comparison` sets i
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import median
 from typing import Literal
 
 from runner.config.messages import CPU_CASTS
 from runner.modes.result import RunResult, change_since_training, shared_settings
 from runner.sweeps.verdict.statistics import (
+    MIN_SEEDS,
     Difference,
     Ratio,
     SeedValues,
     Spread,
+    Tolerance,
     Verdict,
-    pair_by_seed,
-    quality_difference,
+    quality_test,
 )
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.other_programs import BUSY_SHARE
@@ -34,10 +34,16 @@ MIN_GAIN_SEEDS = 0.05
 """Median speed ratios of several seeds that are nearer to 1 are called even: on a shared machine
 speeds vary as much."""
 MIN_GAIN_ONE_SEED = 0.10
-"""The same for one seed: no range over seeds shows how much the speed varies."""
+"""The same for one seed: no interval shows how much the speed varies."""
 MAX_EVEN_RANGE = 1.5
-"""If the greatest ratio of a range around 1 is this many times the least, nothing was measured: the
-verdict is "unclear", not "even"."""
+"""If the upper end of an interval around 1 is this many times the lower one, nothing was measured:
+the verdict is "unclear", not "even"."""
+MAX_STALLED_SHARE = 0.5
+"""Share of a precision's weights that did not move, above which it is not recommended, as for
+fewer the guard of a run does not warn either."""
+MIN_TRAINED_RATIO = 0.5
+"""A precision that trains a smaller part of its weights than this share of the baseline's part is
+not compared with it: its frozen weights would be judged, not its numbers."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,11 @@ class Group:
         """Return the largest share of its jobs' weights that the last step before an evaluation
         left where they were, 0 to 1."""
         return max((job.stagnant_share or 0.0 for job in self.jobs), default=0.0)
+
+    @property
+    def trained_share(self) -> float:
+        """Return the smallest share of its parameters' elements that its jobs train, 0 to 1."""
+        return min((1.0 if job.trains is None else job.trains for job in self.jobs), default=1.0)
 
     @property
     def memory_mib(self) -> float | None:
@@ -207,6 +218,7 @@ class Comparison:
         memory_ratio: Group.memory_mib over the baseline's.
         difference: quality minus the baseline's.
         was_busy: other programs kept busy the CPU that it trained on, so that no speed is judged.
+        has_learned: the training loss of all its jobs and its baseline's fell, as far as is known.
     """
 
     group: Group
@@ -215,6 +227,7 @@ class Comparison:
     memory_ratio: float | None = None
     difference: Difference | None = None
     was_busy: bool = False
+    has_learned: bool = True
 
     @property
     def is_baseline(self) -> bool:
@@ -223,26 +236,42 @@ class Comparison:
 
     @property
     def is_judged(self) -> bool:
-        """Return whether the quality was tested against the baseline's."""
+        """Return whether the quality of several seeds was tested against the baseline's."""
         return self.difference is not None and self.difference.verdict is not Verdict.UNJUDGED
 
     @property
-    def is_not_worse(self) -> bool:
-        """Return whether the quality was tested and not found worse; true of the baseline."""
-        if self.difference is None:
-            return self.is_baseline
-        return self.difference.verdict in (Verdict.SAME, Verdict.BETTER)
+    def is_worse(self) -> bool:
+        """Return whether the quality was found worse."""
+        return self.difference is not None and self.difference.verdict is Verdict.WORSE
+
+    @property
+    def is_as_good(self) -> bool:
+        """Return whether the quality was found to be better or within the tolerance."""
+        verdicts = (Verdict.BETTER, Verdict.INDISTINGUISHABLE)
+        return self.difference is not None and self.difference.verdict in verdicts
+
+    @property
+    def has_stalled(self) -> bool:
+        """Return whether most of its weights no longer moved, in which its training has ended."""
+        return self.group.stagnant_share > MAX_STALLED_SHARE
+
+    @property
+    def trains_less(self) -> bool:
+        """Return whether it trains a much smaller part of the weights than its baseline."""
+        if self.baseline is None:
+            return False
+        return self.group.trained_share < MIN_TRAINED_RATIO * self.baseline.trained_share
 
     @property
     def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
-        """Return the verdict on speed by the range over seeds; empty without a ratio."""
+        """Return the verdict on speed by the ratio's interval; empty without a ratio."""
         ratio = self.speed_ratio
         if ratio is None or self.is_baseline:
             return ""
         if self.was_busy:
             return "unclear"
         min_gain = MIN_GAIN_ONE_SEED if ratio.n == 1 else MIN_GAIN_SEEDS
-        # Both: a range that excludes 1 by a hair is no gain, and a large median whose range
+        # Both: an interval that excludes 1 by a hair is no gain, and a large median whose interval
         # includes 1 may be chance.
         if ratio.low > 1 and ratio.value > 1 + min_gain:
             return "faster"
@@ -251,12 +280,19 @@ class Comparison:
         return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
 
 
-def compare_with_baselines(results: Sequence[RunResult], busy: float = 0.0) -> list[Comparison]:
+def compare_with_baselines(
+    results: Sequence[RunResult],
+    busy: float = 0.0,
+    tolerance: Tolerance | None = None,
+    untrained: Sequence[RunResult] = (),
+) -> list[Comparison]:
     """Compare every group of a sweep with its baseline, in the order of group_jobs().
 
     Args:
         results: of the jobs.
         busy: share of the processors that other programs kept busy meanwhile.
+        tolerance: accepted difference in quality; None for the default one.
+        untrained: results whose training loss did not fall.
     """
     groups = group_jobs(results)
     candidates = {
@@ -268,7 +304,16 @@ def compare_with_baselines(results: Sequence[RunResult], busy: float = 0.0) -> l
     for group, base in pairs:
         # A baseline that no other group is compared with is an ordinary row.
         is_alone = base is group and id(group) not in used
-        compared.append(compare_two_groups(group, None if is_alone else base, busy))
+        comparison = compare_two_groups(group, None if is_alone else base, busy)
+        jobs = [*group.jobs, *(base.jobs if base else ())]
+        compared.append(replace(comparison, has_learned=not any(job in untrained for job in jobs)))
+    tested = [index for index, c in enumerate(compared) if _has_comparable_quality(c)]
+    # Groups with too few seeds get no verdict, so they cannot get a false one.
+    counts = [len(qualities_by_seed(compared[index].group)) for index in tested]
+    family_size = sum(count >= MIN_SEEDS for count in counts)
+    for index in tested:
+        difference = _difference(compared[index], tolerance or Tolerance(), family_size)
+        compared[index] = replace(compared[index], difference=difference)
     return compared
 
 
@@ -295,8 +340,8 @@ def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> G
 
 
 def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) -> Comparison:
-    """Compare a group with a baseline; without ratios if either has no finished job. For `busy` see
-    compare_with_baselines."""
+    """Compare the speed and memory of a group and a baseline; without ratios if either has no
+    finished job. For `busy` see compare_with_baselines."""
     if baseline is None or not baseline.finished_count or not group.finished_count:
         return Comparison(group, baseline)
     memory_ratio = None
@@ -304,27 +349,32 @@ def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) 
     is_comparable = group.is_on_cpu == baseline.is_on_cpu
     if group.memory_mib is not None and baseline.memory_mib and is_comparable:
         memory_ratio = group.memory_mib / baseline.memory_mib
-    return Comparison(
-        group,
-        baseline,
-        _speed_ratio(group, baseline),
-        memory_ratio,
-        _difference(group, baseline),
-        was_busy=group.is_on_cpu and busy > BUSY_SHARE,
-    )
+    was_busy = group.is_on_cpu and busy > BUSY_SHARE
+    speed_ratio = _speed_ratio(group, baseline)
+    return Comparison(group, baseline, speed_ratio, memory_ratio, was_busy=was_busy)
 
 
-def _difference(group: Group, baseline: Group) -> Difference | None:
-    """Return the difference in quality, None for the baseline itself and without a quality."""
+def _has_comparable_quality(comparison: Comparison) -> bool:
+    """Return whether a group's quality is of the same model, data and metric as its baseline's."""
+    group = comparison.group
+    baseline = comparison.baseline
+    if baseline is None or baseline is group or comparison.trains_less:
+        return False
     # An evaluated checkpoint is compared with its own precision (Group.change), not with 32-true.
-    if group is baseline or group.is_evaluation or has_several_models([group, baseline]):
-        return None
+    if group.is_evaluation or has_several_models([group, baseline]):
+        return False
     if group.quality is None or baseline.quality is None:
-        return None
-    if group.jobs[0].quality != baseline.jobs[0].quality:
-        return None
-    direction = baseline.jobs[0].direction
-    return quality_difference(qualities_by_seed(group), qualities_by_seed(baseline), direction)
+        return False
+    return group.jobs[0].quality == baseline.jobs[0].quality
+
+
+def _difference(comparison: Comparison, tolerance: Tolerance, family_size: int) -> Difference:
+    """Return the tested difference in quality, see _has_comparable_quality()."""
+    assert comparison.baseline is not None
+    qualities = qualities_by_seed(comparison.group)
+    others = qualities_by_seed(comparison.baseline)
+    direction = comparison.baseline.jobs[0].direction
+    return quality_test(qualities, others, direction, tolerance, family_size)
 
 
 def qualities_by_seed(group: Group) -> SeedValues:
@@ -334,7 +384,7 @@ def qualities_by_seed(group: Group) -> SeedValues:
 
 
 def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
-    """Return the ratios of examples/s with the range over seeds.
+    """Return the ratio of examples/s with its interval over seeds.
 
     None where a job that finished has no speed, for it was too short or is emulated: the fastest
     jobs are the shortest ones, and without them the rest would not stand for their group.
@@ -342,21 +392,7 @@ def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
     jobs = (*group.jobs, *baseline.jobs)
     if any(job.outcome == "finished" and not job.examples_per_second for job in jobs):
         return None
-    speeds = _speeds_by_seed(group)
-    base_speeds = _speeds_by_seed(baseline)
-    pairs = pair_by_seed(speeds, base_speeds)
-    if pairs is not None:
-        return Ratio.of_values(speed / base_speed for speed, base_speed in pairs)
-    ordered = sorted(speed for _, speed in speeds if speed)
-    base_ordered = sorted(speed for _, speed in base_speeds if speed)
-    if not ordered or not base_ordered:
-        return None
-    value = median(ordered) / median(base_ordered)
-    count = min(len(ordered), len(base_ordered))
-    # Without pairs any two seeds may meet: the widest range is the honest one.
-    low = ordered[0] / base_ordered[-1]
-    high = ordered[-1] / base_ordered[0]
-    return Ratio(value, count, low, high)
+    return Ratio.of_groups(_speeds_by_seed(group), _speeds_by_seed(baseline))
 
 
 def _speeds_by_seed(group: Group) -> SeedValues:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.settings import TIMEOUT_WORDS
-from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict, paired_half_width
+from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, MeanDifference, Verdict
 from runner.utils.files import write_json
-from runner.utils.formatting import format_number
+from runner.utils.formatting import format_number, format_percent
 from runner.utils.layout import VERDICT
 
 Decision = Literal["accepted", "rejected", "undecided"]
@@ -49,25 +49,29 @@ class InterimResult:
     decision: Decision
 
 
-def look_until_decided(gaps: Sequence[float], bar: float, max_seeds: int) -> list[InterimResult]:
+def look_until_decided(
+    gaps: Sequence[float], bar: float, max_seeds: int, sure_bar: float | None = None
+) -> list[InterimResult]:
     """Return the looks at a precision until one of them decides; empty below MIN_SEEDS seeds.
 
-    The chance that a precision whose true gap is the bar or more is accepted is ERROR_RATE over
-    all looks, and so is the chance that one whose true gap is the bar or less is rejected, where
-    differences are normal and the bar is not estimated from the same seeds.
+    The chance that a precision whose true gap is the bar or more is accepted is at most ERROR_RATE
+    over all looks, where differences are normal; and so is the chance that one whose true gap is
+    the bar or less is rejected, where the bar is not measured by the same seeds.
 
     Args:
         gaps: loss minus the baseline's, in the order in which the seeds were trained; finite.
         bar: largest accepted gap.
         max_seeds: seeds after which there is no further look.
+        sure_bar: the bar's lower confidence bound, where it is measured by the same seeds.
     """
+    sure_bar = bar if sure_bar is None else sure_bar
     error_rate = look_error_rate(max_seeds)
     looks: list[InterimResult] = []
     for count in range(MIN_SEEDS, min(len(gaps), max_seeds) + 1):
         gap = fmean(gaps[:count])
-        half_width = paired_half_width(gaps[:count], error_rate)
+        half_width = MeanDifference.of_pairs(gaps[:count]).half_width(error_rate)
         decision: Decision = "undecided"
-        if gap + half_width <= bar:
+        if gap + half_width <= sure_bar:
             decision = "accepted"
         elif gap - half_width > bar:
             decision = "rejected"
@@ -115,6 +119,7 @@ class GateVerdict:
         looks: what the test said after each seed from MIN_SEEDS on, until it decided.
         bar: largest accepted difference; NaN if the baseline's spread, which it follows, is
             unknown.
+        sure_bar: its lower confidence bound, below which a difference is accepted.
         advice: what it was computed from.
     """
 
@@ -123,6 +128,7 @@ class GateVerdict:
     precision: PrecisionVerdict
     looks: Sequence[InterimResult]
     bar: float
+    sure_bar: float
     advice: Advice
 
     @property
@@ -166,6 +172,7 @@ class GateVerdict:
             "gap": last.gap if last else None,
             "gap_half_width": last.half_width if last else None,
             "bar": None if math.isnan(self.bar) else self.bar,
+            "bar_lower_bound": None if math.isnan(self.sure_bar) else self.sure_bar,
             "bar_from": "advise.tolerance" if settings.max_gap is None else "advise.max_gap",
             "error_rate": ERROR_RATE,
             "error_rate_of_a_look": look_error_rate(settings.seeds),
@@ -201,17 +208,18 @@ def gate_verdict(advice: Advice) -> GateVerdict | None:
     precision = next((v for v in advice.verdicts if v.name != settings.baseline), None)
     if precision is None:
         return None
-    bar = settings.margin(advice.baseline_spread)
+    bar = settings.accepted.gap(advice.baseline_spread)
+    sure_bar = settings.accepted.certain_gap(advice.baseline_spread, len(advice.baseline_losses))
     looks: list[InterimResult] = []
     # The spread of the baseline is unknown below two seeds, and with it a bar in its units.
     if not math.isnan(bar):
-        looks = look_until_decided([*precision.gaps.values()], bar, settings.seeds)
-    decision, reason = _decide(precision, looks, bar)
-    return GateVerdict(decision, reason, precision, looks, bar, advice)
+        looks = look_until_decided([*precision.gaps.values()], bar, settings.seeds, sure_bar)
+    decision, reason = _decide(precision, looks, bar, sure_bar)
+    return GateVerdict(decision, reason, precision, looks, bar, sure_bar, advice)
 
 
 def _decide(
-    precision: PrecisionVerdict, looks: Sequence[InterimResult], bar: float
+    precision: PrecisionVerdict, looks: Sequence[InterimResult], bar: float, sure_bar: float
 ) -> tuple[Decision, str]:
     """Return the decision, and the reason for it."""
     settings = precision.settings
@@ -225,9 +233,12 @@ def _decide(
         have = len(precision.gaps)
         return "undecided", f"{have} of the {MIN_SEEDS} seeds that a decision needs were trained"
     last = looks[-1]
+    if precision.rating is Verdict.STALLED and last.decision == "accepted":
+        share = format_percent(precision.group.stagnant_share)
+        return "undecided", f"the last step moved none of {share} of its weights"
     gap = f"{settings.sign * last.gap:+.3g} ± {last.half_width:.2g}"
     where = {"accepted": "within", "rejected": "beyond", "undecided": "neither side of"}
-    accepted = format_number(settings.sign * bar)
+    accepted = format_number(settings.sign * (sure_bar if last.decision == "accepted" else bar))
     reason = (
         f"its {settings.noun} differs by {gap} from that of {settings.baseline} over "
         f"{last.seeds} seeds, {where[last.decision]} the bar of {accepted}"

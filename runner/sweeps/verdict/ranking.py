@@ -5,11 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.modes.result import RunResult
-from runner.sweeps.verdict.compare import Comparison, Group, compare_two_groups, group_jobs
+from runner.sweeps.verdict.compare import (
+    MAX_STALLED_SHARE,
+    Comparison,
+    Group,
+    compare_two_groups,
+    group_jobs,
+)
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
     Difference,
+    MeanDifference,
     Ratio,
     Verdict,
     baseline_spread,
@@ -22,11 +29,12 @@ _RANKS: Mapping[Verdict, int] = {
     Verdict.BETTER: 1,
     Verdict.BASELINE: 1,
     Verdict.UNCLEAR: 2,
-    Verdict.WORSE: 3,
-    Verdict.DIVERGED: 4,
-    Verdict.SLOW: 5,
-    Verdict.FAILED: 6,
-    Verdict.UNAVAILABLE: 7,
+    Verdict.STALLED: 3,
+    Verdict.WORSE: 4,
+    Verdict.DIVERGED: 5,
+    Verdict.SLOW: 6,
+    Verdict.FAILED: 7,
+    Verdict.UNAVAILABLE: 8,
 }
 _ACCEPTABLE = tuple(verdict for verdict, rank in _RANKS.items() if rank <= 1)
 MIN_MEMORY_GAIN = 0.02
@@ -85,7 +93,7 @@ class PrecisionVerdict:
     @property
     def is_failing(self) -> bool:
         """Return whether its numbers are the reason that it is not acceptable."""
-        return self.rating in (Verdict.WORSE, Verdict.DIVERGED)
+        return self.rating in (Verdict.WORSE, Verdict.DIVERGED, Verdict.STALLED)
 
 
 @dataclass(frozen=True)
@@ -119,12 +127,16 @@ class Advice:
         return next((v for v in self.verdicts if v.rating is Verdict.RECOMMENDED), None)
 
 
-def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> Advice:
+def rank_precisions(
+    results: Sequence[RunResult], settings: AdviseSettings, untrained: Sequence[RunResult] = ()
+) -> Advice:
     """Judge and rank every precision's trials.
 
     Args:
         results: of all trials, those of the search for remedies included.
         settings: what mode=advise was asked and measured.
+        untrained: results whose training loss did not fall: where nothing is learned, precisions do
+            not differ, and nothing is judged.
     """
     recorded = [RunResult.from_json(values) for values in settings.recorded]
     groups = group_jobs([*results, *recorded])
@@ -135,7 +147,6 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     base_losses = {}
     for group in bases:
         base_losses |= _final_losses(group, settings)
-    margin = settings.margin(baseline_spread([*base_losses.values()]))
     others = [group for group in trials if group.name != settings.baseline]
     gaps = [_gaps(group, base_losses, settings) for group in others]
     # Too few seeds get no verdict, so they cannot get a false one.
@@ -144,7 +155,12 @@ def rank_precisions(results: Sequence[RunResult], settings: AdviseSettings) -> A
     for group, of_group in zip(others, gaps, strict=True):
         test = None
         if of_group:
-            test = non_inferiority_test([*of_group.values()], margin, family_size)
+            mean = MeanDifference.of_pairs([*of_group.values()])
+            losses = [*base_losses.values()]
+            test = non_inferiority_test(mean, losses, settings.accepted, family_size)
+        jobs = [*group.jobs, *(base.jobs if base else ())]
+        if test and any(job in untrained for job in jobs):
+            test = replace(test, verdict=Verdict.UNCLEAR)
         verdict = _verdict(group, base, test, settings)
         verdicts.append(replace(verdict, gaps=of_group))
     if base is not None:
@@ -252,7 +268,11 @@ def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> 
         return Verdict.FAILED
     if any(job.status == "finished" and job.steps < settings.steps for job in group.jobs):
         return Verdict.SLOW
-    return test.verdict if test else Verdict.UNCLEAR
+    if test is None or test.verdict is Verdict.UNJUDGED:
+        return Verdict.UNCLEAR
+    if group.stagnant_share > MAX_STALLED_SHARE and test.verdict is not Verdict.WORSE:
+        return Verdict.STALLED
+    return test.verdict
 
 
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from runner.config.annotations import dataclass_fields_from_json
 from runner.sweeps.verdict.compare import BASELINE
+from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.files import read_json, write_json
 from runner.utils.layout import ADVICE
@@ -88,13 +89,10 @@ class AdviseSettings:
         """Return what precisions are judged by, in words."""
         return "loss" if self.metric == VAL_LOSS else self.metric
 
-    def margin(self, spread: float) -> float:
-        """Return the accepted loss above the baseline's, in its unit.
-
-        Args:
-            spread: standard deviation of the baseline's loss between seeds; NaN if it is unknown.
-        """
-        return self.tolerance * spread if self.max_gap is None else self.max_gap
+    @property
+    def accepted(self) -> Tolerance:
+        """Return the accepted loss above the baseline's."""
+        return Tolerance(self.tolerance, self.max_gap)
 
     def judged_loss(self, metrics: Mapping[str, float]) -> float | None:
         """Return the metric of a trial, negated where more of it is better; None without it."""

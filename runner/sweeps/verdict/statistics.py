@@ -1,33 +1,32 @@
 """Means, spreads, ratios and tested differences of a sweep's numbers over seeds.
 
-Two tests compare a precision with a baseline and share one vocabulary of verdicts. An ordinary
-sweep describes: `quality_difference` finds whether a two-sided 95 % interval contains 0.
-mode=advise has to decide: `non_inferiority_test` finds by one-sided tests whether a precision
-trains worse, or at most worse by a margin.
+One test judges quality for an ordinary sweep, mode=advise and, in a sequential form, mode=gate:
+`non_inferiority_test` finds whether a precision trains worse than the baseline, or at most worse
+by a tolerance. An interval that contains 0 is no evidence of equality, and no verdict.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean, median, stdev
 from typing import Literal
 
 ERROR_RATE = 0.05
-"""Error rate of every test. In mode=advise it is the chance that, of all precisions tested
-together, any that is as good as the baseline is called worse; the same chance that any is called
-better; and, for each, the chance that one just beyond an exactly known tolerance is called
-indistinguishable (bench/false_alarms.py measures the tolerance with five seeds)."""
+"""Error rate of every test: the chance that, of all precisions tested together, any that is as good
+as the baseline is called worse; the same chance that any is called better; and, for each, a bound
+on the chance that one that is worse by the tolerance or more is called within tolerance
+(bench/false_alarms.py)."""
 MIN_SEEDS = 3
-"""Fewer seeds get no verdict in mode=advise."""
-RELATIVE_ROUNDING_ERROR = 1e-9
-"""Half-widths below this share of the largest value are rounding errors, not a spread."""
+"""Fewer seeds get no verdict."""
+MAX_SEEDS = 50
+"""Largest number of seeds that an answer asks for."""
 SeedValues = Sequence[tuple[int | None, float | None]]
 """(seed, value) of each job; None for an unknown seed or value."""
 
 
 class Verdict(StrEnum):
-    """What a comparison with 32-true says of a precision.
+    """What a comparison with the baseline says of a precision.
 
     The members from RECOMMENDED on are of mode=advise alone: they say what it recommends, and why
     it did not test a precision.
@@ -35,16 +34,16 @@ class Verdict(StrEnum):
 
     BETTER = "better"
     WORSE = "worse"
-    # The interval of the difference contains 0, which is no proof of equality.
-    SAME = "same"
-    # Worse by no more than the tolerance, as the test of mode=advise has found.
+    # Worse by no more than the tolerance.
     INDISTINGUISHABLE = "indistinguishable"
-    # The test of mode=advise found none of these: more seeds or steps would settle it.
+    # The test found none of these: more seeds or steps would settle it.
     UNCLEAR = "unclear"
     # Without a spread over seeds nothing is tested.
     UNJUDGED = "unjudged"
     RECOMMENDED = "recommended"
     BASELINE = "baseline"
+    # Most weights no longer moved: a loss as good says nothing of what follows.
+    STALLED = "stalled"
     DIVERGED = "diverged"
     SLOW = "slow"
     FAILED = "failed"
@@ -72,10 +71,104 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """Median, count and range of a ratio over seeds.
+class Tolerance:
+    """What loss above the baseline's is accepted.
 
-    The median, so that one job that another program slowed down does not change the value.
+    Attributes:
+        deviations: advise.tolerance, in standard deviations of the baseline's loss between seeds.
+        max_gap: advise.max_gap, in the unit of the loss, which then counts alone; None for none.
+    """
+
+    deviations: float = 1.0
+    max_gap: float | None = None
+
+    def gap(self, spread: float) -> float:
+        """Return the accepted difference by the baseline's measured standard deviation.
+
+        NaN where the spread is 0 or NaN: seeds that do not differ measure no tolerance.
+        """
+        if self.max_gap is not None:
+            return self.max_gap
+        return self.deviations * spread if spread > 0 else math.nan
+
+    def certain_gap(self, spread: float, seeds: int) -> float:
+        """Return the lower confidence bound of the accepted difference, at ERROR_RATE.
+
+        Few seeds measure a standard deviation badly: of three it is 0.58 times the measured one,
+        of ten 0.73 times (the interval of a variance by chi-square, Fisher 1925).
+
+        Args:
+            spread: standard deviation of the baseline's loss between seeds.
+            seeds: that it was measured by.
+        """
+        from scipy.stats import chi2
+
+        gap = self.gap(spread)
+        if self.max_gap is not None or seeds < 2:
+            return gap
+        return gap * math.sqrt((seeds - 1) / float(chi2.ppf(1 - ERROR_RATE, seeds - 1)))
+
+
+@dataclass(frozen=True)
+class MeanDifference:
+    """The difference of two means, with what its confidence interval follows from.
+
+    Attributes:
+        value: the group's mean minus the baseline's.
+        n: pairs, or values of the smaller side.
+        standard_error: of `value`; NaN below two.
+        freedom: degrees of freedom.
+        test: "paired t" over the seeds that both have (Student 1908), or "Welch" (1947) over all.
+    """
+
+    value: float
+    n: int
+    standard_error: float = math.nan
+    freedom: float = 0.0
+    test: str = ""
+
+    @classmethod
+    def of_pairs(cls, differences: Sequence[float]) -> "MeanDifference":
+        """Return the mean of paired differences; finite, not empty."""
+        n = len(differences)
+        mean = fmean(differences)
+        if n < 2:
+            return cls(mean, n)
+        return cls(mean, n, stdev(differences) / math.sqrt(n), n - 1, "paired t")
+
+    @classmethod
+    def of_groups(cls, group: SeedValues, baseline: SeedValues) -> "MeanDifference | None":
+        """Return the difference of two groups' means, None if one of them has no value.
+
+        Seeds that both have are compared in pairs, see pair_by_seed().
+        """
+        pairs = pair_by_seed(group, baseline)
+        if pairs:
+            return cls.of_pairs([a - b for a, b in pairs])
+        values = _known_values(group)
+        others = _known_values(baseline)
+        if not values or not others:
+            return None
+        value = fmean(values) - fmean(others)
+        n = min(len(values), len(others))
+        if n < 2:
+            return cls(value, n)
+        return cls(value, n, *_welch_error(values, others), "Welch")
+
+    def half_width(self, one_sided_error: float) -> float:
+        """Return the half-width of the interval of the mean; infinite below two values."""
+        if self.n < 2:
+            return math.inf
+        return _quantile(one_sided_error, self.freedom) * self.standard_error
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and count of a ratio over seeds, with the 95 % confidence interval of its mean.
+
+    The median, so that one job that another program slowed down does not change the value; the
+    interval, of the mean logarithm by the t test, then contains 1. One seed has no interval:
+    `low` and `high` are the value.
     """
 
     value: float
@@ -84,12 +177,26 @@ class Ratio:
     high: float
 
     @classmethod
-    def of_values(cls, values: Iterable[float]) -> "Ratio | None":
-        """Return the ratio over seeds, None without any value."""
-        ratios = list(values)
-        if not ratios:
+    def of_groups(cls, group: SeedValues, baseline: SeedValues) -> "Ratio | None":
+        """Return the ratio of two groups' values, by seed where they match, else of the medians.
+
+        Returns:
+            None if one of the groups has no value.
+        """
+        pairs = pair_by_seed(group, baseline)
+        if pairs:
+            value = median(a / b for a, b in pairs)
+        elif _known_values(group) and _known_values(baseline):
+            value = median(_known_values(group)) / median(_known_values(baseline))
+        else:
             return None
-        return cls(median(ratios), len(ratios), min(ratios), max(ratios))
+        mean = MeanDifference.of_groups(_logarithms(group), _logarithms(baseline))
+        assert mean is not None
+        if mean.n < 2:
+            return cls(value, mean.n, value, value)
+        half_width = mean.half_width(ERROR_RATE / 2)
+        ends = (math.exp(mean.value - half_width), math.exp(mean.value + half_width))
+        return cls(value, mean.n, *ends)
 
 
 @dataclass(frozen=True)
@@ -97,10 +204,12 @@ class Difference:
     """Mean of a precision minus the baseline's mean, with the verdict of a test.
 
     Attributes:
-        ci_half_width: half-width of its confidence interval; infinite with too few seeds.
-        test: "paired t" over the seeds that both have (Student 1908), or "Welch" (1947) over all.
-        n: seeds of the precision; of a paired test, the pairs.
-        margin: tolerated difference.
+        n: see MeanDifference, as `test`.
+        ci_half_width: half-width of the confidence interval that the verdict rests on; infinite
+            with one seed.
+        margin: largest difference that is surely tolerated, see Tolerance.certain_gap.
+        seeds_needed: how many seeds would show it within tolerance, if the mean and the spreads
+            stay as they are; None for more than MAX_SEEDS, or where nothing is missing.
     """
 
     verdict: Verdict
@@ -108,51 +217,88 @@ class Difference:
     n: int
     ci_half_width: float = math.inf
     test: str = ""
-    margin: float = 0.0
+    margin: float = math.nan
+    seeds_needed: int | None = None
 
 
-def quality_difference(
-    group: SeedValues, baseline: SeedValues, direction: Literal["max", "min"]
+def quality_test(
+    group: SeedValues,
+    baseline: SeedValues,
+    direction: Literal["max", "min"],
+    tolerance: Tolerance,
+    family_size: int = 1,
 ) -> Difference:
-    """Return the difference of two groups' mean qualities, by a two-sided 95 % interval.
-
-    Where both have the same seeds, or MIN_SEEDS in common, these alone are compared, in pairs.
+    """Test a group's quality against the baseline's by non_inferiority_test().
 
     Args:
         group: (seed, quality) of the group; finite, not empty.
         baseline: (seed, quality) of the baseline; finite, not empty.
         direction: whether a larger ("max") or a smaller ("min") quality is better.
+        tolerance: accepted difference.
+        family_size: how many precisions are tested together.
     """
-    values = _known_values(group)
-    others = _known_values(baseline)
-    pairs = pair_by_seed(group, baseline) or []
-    # Two pairs among more seeds have an interval that is wider than without pairs.
-    is_paired = len(pairs) >= MIN_SEEDS or len(pairs) == len(values) == len(others)
-    if is_paired:
-        # A seed that only one of them has says more of the seed than of the precision.
-        values = [value for value, _ in pairs]
-        others = [value for _, value in pairs]
-    n = len(values)
-    difference = fmean(values) - fmean(others)
-    if n < 2 or len(others) < 2:
-        return Difference(Verdict.UNJUDGED, difference, n)
+    mean = MeanDifference.of_groups(group, baseline)
+    assert mean is not None
+    sign = 1 if direction == "min" else -1
+    loss = replace(mean, value=sign * mean.value)
+    tested = non_inferiority_test(loss, _known_values(baseline), tolerance, family_size)
+    return replace(tested, value=mean.value)
 
-    if is_paired:
-        test = "paired t"
-        half_width = paired_half_width([a - b for a, b in pairs], ERROR_RATE / 2)
+
+def non_inferiority_test(
+    difference: MeanDifference, baseline: Sequence[float], tolerance: Tolerance, family_size: int
+) -> Difference:
+    """Test whether a precision trains worse than the baseline, or was only luckier or unluckier.
+
+    Every precision and the baseline train from the same weights on the same batches for each seed,
+    so the test works on paired differences of the final loss where it can.
+
+    Worse: the mean difference is beyond the tolerance, and above 0 by the one-sided t test at
+    ERROR_RATE / family_size (Bonferroni). Better: the same with the sign changed.
+    Indistinguishable: the test at ERROR_RATE finds the difference below what is surely tolerated
+    (a non-inferiority test). Unclear: none of these.
+
+    Args:
+        difference: of the losses.
+        baseline: the baseline's losses, whose spread is the unit of the tolerance.
+        tolerance: accepted difference.
+        family_size: how many precisions are tested together.
+    """
+    mean = difference.value
+    n = difference.n
+    spread = baseline_spread(baseline)
+    margin = tolerance.gap(spread)
+    certain = tolerance.certain_gap(spread, len(baseline))
+    if n < 2:
+        return Difference(Verdict.UNJUDGED, mean, n, margin=certain)
+
+    # The claim "worse" is corrected for the number of precisions: any false one misleads the
+    # reader. "Indistinguishable" is a claim about one precision and is not corrected.
+    corrected = difference.half_width(ERROR_RATE / max(family_size, 1))
+    half_width = difference.half_width(ERROR_RATE)
+    verdict = Verdict.UNCLEAR
+    needed = None
+    if n >= MIN_SEEDS and abs(mean) > max(corrected, margin):
+        verdict = Verdict.WORSE if mean > 0 else Verdict.BETTER
+        half_width = corrected
+    elif n >= MIN_SEEDS and mean + half_width <= certain:
+        verdict = Verdict.INDISTINGUISHABLE
     else:
-        test = "Welch"
-        half_width = _welch_half_width(values, others, ERROR_RATE / 2)
-    largest_value = max(map(abs, [*values, *others]))
-    smallest_spread = RELATIVE_ROUNDING_ERROR * largest_value
-    if half_width <= smallest_spread:
-        # The same difference in every seed: a constant has no spread to be judged by.
-        is_zero = abs(difference) <= smallest_spread
-        return Difference(Verdict.SAME if is_zero else Verdict.UNJUDGED, difference, n, 0.0, test)
-    verdict = Verdict.SAME
-    if abs(difference) > half_width:
-        verdict = _direction_verdict(difference, direction)
-    return Difference(verdict, difference, n, half_width, test)
+        needed = _seeds_needed(difference, spread, tolerance)
+    return Difference(verdict, mean, n, half_width, difference.test, certain, needed)
+
+
+def _seeds_needed(difference: MeanDifference, spread: float, tolerance: Tolerance) -> int | None:
+    """Return the seeds with which non_inferiority_test() finds a difference within the tolerance.
+
+    The mean and the spreads are taken to stay as they are. None for more than MAX_SEEDS.
+    """
+    for count in range(max(difference.n + 1, MIN_SEEDS), MAX_SEEDS + 1):
+        error = difference.standard_error * math.sqrt(difference.n / count)
+        half_width = _quantile(ERROR_RATE, count - 1) * error
+        if difference.value + half_width <= tolerance.certain_gap(spread, count):
+            return count
+    return None
 
 
 def baseline_spread(losses: Sequence[float]) -> float:
@@ -160,91 +306,48 @@ def baseline_spread(losses: Sequence[float]) -> float:
     return stdev(losses) if len(losses) > 1 else math.nan
 
 
-def non_inferiority_test(
-    differences: Sequence[float], margin: float, family_size: int
-) -> Difference:
-    """Test whether a precision trains worse than the baseline, or was only luckier or unluckier.
-
-    Every precision and the baseline train from the same weights on the same batches for each seed,
-    so the test works on paired differences of the final loss.
-
-    Worse: the mean difference is beyond the margin, and above 0 by the one-sided paired t test
-    (Student 1908) at ERROR_RATE / family_size (Bonferroni). Better: the same with the sign changed.
-    Indistinguishable: the test at ERROR_RATE finds the difference below the margin (a
-    non-inferiority test). Unclear: none of these.
-
-    Args:
-        differences: loss minus the baseline's, one per seed; finite, not empty.
-        margin: tolerated difference; NaN if it is unknown.
-        family_size: how many precisions are tested together.
-    """
-    mean = fmean(differences)
-    n = len(differences)
-    if n < MIN_SEEDS or math.isnan(margin):
-        return Difference(Verdict.UNCLEAR, mean, n, margin=margin)
-
-    # The claim "worse" is corrected for the number of precisions: any false one misleads the
-    # reader. "Indistinguishable" is a claim about one precision and is not corrected.
-    corrected = paired_half_width(differences, ERROR_RATE / max(family_size, 1))
-    uncorrected = paired_half_width(differences, ERROR_RATE)
-    verdict = Verdict.UNCLEAR
-    if abs(mean) > max(corrected, margin):
-        verdict = _direction_verdict(mean, "min")
-    elif mean + uncorrected <= margin:
-        verdict = Verdict.INDISTINGUISHABLE
-    # The interval that the verdict rests on.
-    half_width = uncorrected if verdict is Verdict.INDISTINGUISHABLE else corrected
-    return Difference(verdict, mean, n, half_width, "paired t", margin)
-
-
-def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, float]] | None:
+def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, float]]:
     """Return the two values of each seed for which both groups have one.
 
+    These seeds are then compared alone: any other seed says more of the seed than of the precision.
+
     Returns:
-        None if the groups share no seed, or one of them has a seed twice, which has no partner.
+        Nothing if a group has a seed twice, which has no partner, or if both groups have more seeds
+        than they share and these are fewer than MIN_SEEDS: all values then say more.
     """
     first = dict(group)
     second = dict(baseline)
     if len(first) < len(group) or len(second) < len(baseline):
-        return None
-    shared = [seed for seed in first if seed is not None and seed in second]
-    if not shared:
-        return None
-    pairs = [(first[seed], second[seed]) for seed in shared]
-    return [(a, b) for a, b in pairs if a is not None and b is not None]
+        return []
+    known = ((first[seed], second.get(seed)) for seed in first if seed is not None)
+    pairs = [(a, b) for a, b in known if a is not None and b is not None]
+    fewest = min(len(_known_values(group)), len(_known_values(baseline)))
+    return pairs if len(pairs) >= min(MIN_SEEDS, fewest) else []
 
 
 def _known_values(group: SeedValues) -> list[float]:
     return [value for _, value in group if value is not None]
 
 
-def _direction_verdict(difference: float, direction: Literal["max", "min"]) -> Verdict:
-    is_better = (difference > 0) == (direction == "max")
-    return Verdict.BETTER if is_better else Verdict.WORSE
+def _logarithms(group: SeedValues) -> SeedValues:
+    return [(seed, None if value is None else math.log(value)) for seed, value in group]
 
 
-def paired_half_width(differences: Sequence[float], one_sided_error: float) -> float:
-    """Return the half-width of the interval of paired differences' mean (Student 1908)."""
+def _quantile(one_sided_error: float, freedom: float) -> float:
+    """Return the quantile of Student's t distribution that a one-sided error leaves above."""
     from scipy.stats import t
 
-    count = len(differences)
-    standard_error = stdev(differences) / math.sqrt(count)
-    return float(t.ppf(1 - one_sided_error, count - 1)) * standard_error
+    return float(t.ppf(1 - one_sided_error, freedom))
 
 
-def _welch_half_width(
-    values: Sequence[float], others: Sequence[float], one_sided_error: float
-) -> float:
-    """Return the half-width with degrees of freedom after Welch and Satterthwaite."""
-    from scipy.stats import t
-
+def _welch_error(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return standard error and degrees of freedom after Welch and Satterthwaite."""
     error_a = stdev(values) / math.sqrt(len(values))
     error_b = stdev(others) / math.sqrt(len(others))
     error = math.hypot(error_a, error_b)
     if error == 0:
-        return 0.0
+        return 0.0, 1.0
     # Shares instead of variances: the variances of diverged losses overflow.
     share_a = (error_a / error) ** 2
     share_b = (error_b / error) ** 2
-    freedom = 1 / (share_a**2 / (len(values) - 1) + share_b**2 / (len(others) - 1))
-    return float(t.ppf(1 - one_sided_error, freedom)) * error
+    return error, 1 / (share_a**2 / (len(values) - 1) + share_b**2 / (len(others) - 1))

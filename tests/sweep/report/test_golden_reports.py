@@ -133,8 +133,9 @@ def write_golden_reports():
     for name in SWEEPS:
         with tempfile.TemporaryDirectory() as temporary:
             folder = unpacked(name, Path(temporary))
-            command = [sys.executable, "-m", "runner", "report", str(folder)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            command = [sys.executable, "-m", "runner", "report", name]
+            # The report names the folder as a command in this working directory does.
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=temporary)
             shutil.copy(folder / "report.md", golden_report(name))
 
 

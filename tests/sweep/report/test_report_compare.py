@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from job_results import CPU, GPU, finished, lost
+from scipy import stats
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
-from runner.sweeps.report.conclusion import conclusion_text, next_command, recommended_precision
+from runner.sweeps.report.conclusion import conclusion_text, next_command, only_answer
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import summary_markdown
 from runner.sweeps.report.wording import difference_words, format_interval
@@ -85,34 +86,44 @@ def test_the_difference_of_one_seed_is_shown_and_not_judged():
 
 
 @pytest.mark.parametrize(
-    ("base", "speeds", "low", "median", "high", "verdict"),
+    ("base", "speeds", "median", "verdict"),
     [
-        ((100, 200), (150, 240), 1.2, 1.35, 1.5, "faster"),
+        ((100, 110, 120), (150, 160, 185), 1.5, "faster"),
         # One slow job does not change the median.
-        ((20, 100, 100), (100, 103, 102), 1.02, 1.03, 5.0, "unclear"),
+        ((20, 100, 100), (100, 103, 102), 1.03, "unclear"),
         # One seed is faster from a gain of 10 % on.
-        ((100,), (109,), 1.09, 1.09, 1.09, "even"),
-        ((100,), (111,), 1.11, 1.11, 1.11, "faster"),
-        ((100,), (91,), 0.91, 0.91, 0.91, "even"),
-        ((100,), (89,), 0.89, 0.89, 0.89, "slower"),
-        # Several seeds are faster if each is and the median gains 5 %.
-        ((100, 100), (104, 104), 1.04, 1.04, 1.04, "even"),
-        ((100, 100), (106, 107), 1.06, 1.065, 1.07, "faster"),
-        ((100, 100), (99, 150), 0.99, 1.245, 1.5, "unclear"),
-        ((100, 100), (99, 140), 0.99, 1.195, 1.4, "even"),
+        ((100,), (109,), 1.09, "even"),
+        ((100,), (111,), 1.11, "faster"),
+        ((100,), (91,), 0.91, "even"),
+        ((100,), (89,), 0.89, "slower"),
+        # Several seeds are faster if the test says so and the median gains 5 %.
+        ((100, 100), (104, 104.1), 1.0405, "even"),
+        ((100, 100), (106, 107), 1.065, "faster"),
+        # All above 1, which three equal precisions are in one case of eight.
+        ((100, 100, 100), (101, 140, 170), 1.4, "unclear"),
+        ((100, 100, 100), (96, 120, 106), 1.06, "unclear"),
+        ((100, 100, 100), (99, 102, 104), 1.02, "even"),
     ],
 )
-def test_speed_is_paired_by_seed(base, speeds, low, median, high, verdict):
+def test_speed_is_tested_in_pairs_of_seeds(base, speeds, median, verdict):
     c = of([*timed("32-true", base), *timed("b", speeds)], "b")
     ratio = c.speed_ratio
-    assert (ratio.low, ratio.value, ratio.high) == pytest.approx((low, median, high))
-    assert c.speed_verdict == verdict
+    assert (ratio.value, c.speed_verdict) == (pytest.approx(median), verdict)
+    logarithms = [math.log(b / a) for a, b in zip(base, speeds, strict=True)]
+    interval = (median, median)
+    if len(base) > 1:
+        interval = stats.ttest_1samp(logarithms, 0).confidence_interval(0.95)
+        interval = [math.exp(end) for end in interval]
+    assert (ratio.low, ratio.high) == pytest.approx(tuple(interval))
 
 
-def test_the_speed_ratio_of_unpaired_seeds_is_of_the_medians_with_the_widest_range():
+def test_the_speed_ratio_of_unpaired_seeds_is_of_the_medians_with_welchs_interval():
     c = of([*timed("32-true", (100, 200)), *timed("b", (180, 300), first=7)], "b")
     ratio = c.speed_ratio
-    assert (ratio.low, ratio.value, ratio.high) == pytest.approx((0.9, 1.6, 3.0))
+    logarithms = ([math.log(v) for v in speeds] for speeds in ((180, 300), (100, 200)))
+    interval = stats.ttest_ind(*logarithms, equal_var=False).confidence_interval(0.95)
+    assert ratio.value == pytest.approx(1.6)
+    assert (ratio.low, ratio.high) == pytest.approx(tuple(math.exp(end) for end in interval))
     assert c.speed_verdict == "unclear"
 
 
@@ -177,24 +188,24 @@ def test_conclusion_of_several_seeds():
     ]
     text = conclusion_of(*sweep)
     assert text.startswith("Train in b: 1.51 × as fast as 32-true, with 0.60 × its peak memory; ")
-    assert "val/accuracy: no measurable difference (+0.0013 ± " in text
+    assert "val/accuracy: within tolerance (+0.0013 ± 0.0059, " in text
     assert text.endswith("3 seeds); least memory: d with 0.30 × its peak memory. Type precision=b.")
     assert "c" not in text.split()
-    assert recommended_precision(compare_with_baselines(sweep)).group.name == "b"
+    assert only_answer(compare_with_baselines(sweep)).pick.group.name == "b"
 
 
 def test_a_difference_within_the_noise_is_no_gain():
-    sweep = [*seeds("32-true", NOISY), *seeds("b", SAME, (99.0, 120.0, 130.0))]
+    sweep = [*seeds("32-true", NOISY), *seeds("b", SAME, (99.0, 102.0, 115.0))]
     assert conclusion_of(*sweep).startswith(
-        "Stay with 32-true: nothing as good trained faster. b is about as fast as 32-true (0.99 to "
-        "1.30 ×); "
+        "Stay with 32-true: nothing as good trained faster. b is about as fast as 32-true (0.86 to "
+        "1.28 ×); "
     )
-    assert recommended_precision(compare_with_baselines(sweep)).group.name == "32-true"
+    assert only_answer(compare_with_baselines(sweep)).pick.group.name == "32-true"
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, (300.0,) * 3)]
     assert conclusion_of(*worse).startswith(
-        "Stay with 32-true: in val/accuracy b is worse by 0.1997 ± 0.0014. Type precision=32-true."
+        "Stay with 32-true: in val/accuracy b is worse by 0.19967 ± 0.00097. "
     )
-    assert recommended_precision(compare_with_baselines(worse)).group.name == "32-true"
+    assert only_answer(compare_with_baselines(worse)).pick.group.name == "32-true"
 
 
 def test_the_memory_of_a_job_whose_every_step_was_skipped_is_not_compared():
@@ -240,10 +251,7 @@ B_ALONE = "reached no finite result to compare with. Fastest: b: val/accuracy 0.
 WORSE_B = finished("b", quality=0.8, examples_per_second=150.0)
 CONCLUSIONS = {
     "one seed each": ([finished("32-true"), WORSE_B], f"{FASTER} (-0.1) {MORE_SEEDS}"),
-    "one seed of one group": (
-        [*seeds("32-true", NOISY), WORSE_B],
-        f"{FASTER} (-0.11) {MORE_SEEDS}",
-    ),
+    "one seed of one group": ([*seeds("32-true", NOISY), WORSE_B], f"{FASTER} (-0.1) {MORE_SEEDS}"),
     "a baseline that diverged is not asked for again": (
         [finished("32-true", quality=math.nan), finished("b")],
         f"32-true {B_ALONE} Diverged: 32-true.",
@@ -358,18 +366,21 @@ def test_the_command_that_follows_an_answer_is(count, typed, wanted):
     assert next_command(data, compare_with_baselines(jobs)) == wanted
 
 
-def test_no_command_follows_jobs_too_short_for_an_answer():
+def test_a_command_of_more_steps_follows_jobs_that_were_too_short():
     jobs = [*seeds("32-true", SAME), *seeds("b", SAME, (None,) * 3)]
     data = SweepData([*map(Job, jobs)], [COMMAND.format("seed=0,1,2")])
     compared = compare_with_baselines(jobs)
-    assert (next_command(data, compared), recommended_precision(compared)) == ("", None)
+    assert next_command(data, compared).endswith(" ++precision.x=2 train.max_steps=40")
+    assert only_answer(compared).pick is None
+    took = [replace(job, step_ms=2.0) for job in jobs]
+    assert only_answer(compare_with_baselines(took)).words == ("train.max_steps=500",)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_on_a_busy_machine_nothing_that_trained_on_its_processors_is_faster(count):
     jobs = [*seeds("32-true", SAME[:count]), *seeds("b", SAME[:count], (200.0, 210.0, 220.0))]
     on_cpu = [replace(job, device=CPU, device_type="cpu") for job in jobs]
-    range_words = " (2.00 to 2.20 over seeds)" if count > 1 else ""
+    range_words = " (95 % interval 1.86 to 2.36)" if count > 1 else ""
     for busy, found in ((0.6, on_cpu), (0.2, on_cpu), (0.6, jobs)):
         text = conclusion_of(*found, busy=busy)
         is_doubtful = busy > 0.25 and found is on_cpu
@@ -394,7 +405,7 @@ def test_no_speed_is_compared_where_a_job_of_either_was_too_short():
 
 def test_one_seed_recommends_nothing():
     jobs = [finished("32-true"), finished("b", examples_per_second=200.0)]
-    assert recommended_precision(compare_with_baselines(jobs)) is None
+    assert only_answer(compare_with_baselines(jobs)).pick is None
 
 
 def evaluated(precision, quality, weights=9.0, **more):
@@ -472,7 +483,9 @@ def test_jobs_too_short_for_a_speed_are_compared_by_quality():
         # Without a standard deviation beside the half-width of an interval.
         assert re.search(r"val/accuracy against 32-true: bf16-mixed 0\.9(05)? \(", text)
     # The last text is of one seed each.
-    assert text.endswith("bf16-mixed 0.9 (+0). Type seed=0,1,2 to judge the differences.")
+    assert text.endswith(
+        "bf16-mixed 0.9 (+0). Type train.max_steps=40 seed=0,1,2 to judge the differences."
+    )
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def test_jobs_of_both_are_compared_with_32_true_of_the_first(tmp_path):
     verdicts = {name: one.difference and one.difference.verdict for name, one in groups.items()}
     assert verdicts == {
         "32-true sweep=A": None,
-        "16-mixed sweep=A": Verdict.SAME,
-        "32-true sweep=B": Verdict.SAME,
+        "16-mixed sweep=A": Verdict.INDISTINGUISHABLE,
+        "32-true sweep=B": Verdict.INDISTINGUISHABLE,
         "16-mixed sweep=B": Verdict.WORSE,
     }
     assert groups["16-mixed sweep=B"].difference.test == "paired t"
