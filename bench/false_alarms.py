@@ -22,7 +22,12 @@ from runner.config.schema import TrainSpec
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
 from runner.precision.registry import load_precision
-from runner.sweeps.verdict.statistics import ERROR_RATE, baseline_spread, non_inferiority_test
+from runner.sweeps.verdict.statistics import (
+    ERROR_RATE,
+    MeanDifference,
+    Tolerance,
+    non_inferiority_test,
+)
 from runner.tracking.metric_names import VAL_LOSS
 from runner.training.loop import fit
 from runner.training.records import EvalRecord
@@ -65,7 +70,8 @@ def count_trained(comparisons: int, paired: bool) -> Counter[str]:
         else:
             other = [validation_loss(seed + 10**6) for seed in seeds]
         gaps = [a - b for a, b in zip(other, base, strict=True)]
-        counts[non_inferiority_test(gaps, baseline_spread(base), JUDGED).verdict] += 1
+        mean = MeanDifference.of_pairs(gaps)
+        counts[non_inferiority_test(mean, base, Tolerance(), JUDGED).verdict] += 1
     return counts
 
 
@@ -75,7 +81,8 @@ def count_simulated(effect: float, noise: float, count: int) -> Counter[str]:
     for _ in range(count):
         base = [draw.gauss(0, 1) for _ in range(SEEDS)]
         gaps = [draw.gauss(effect, noise) for _ in range(SEEDS)]
-        counts[non_inferiority_test(gaps, baseline_spread(base), JUDGED).verdict] += 1
+        mean = MeanDifference.of_pairs(gaps)
+        counts[non_inferiority_test(mean, base, Tolerance(), JUDGED).verdict] += 1
     return counts
 
 

@@ -446,23 +446,26 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
     difference = rival.difference
     assert difference is not None
     quality = group.jobs[0].quality
-    worst = format_number(_loss_gap(rival) + difference.ci_half_width)
+    worst = _loss_gap(rival) + difference.ci_half_width
     numbers = f"{format_interval(difference.value, difference.ci_half_width, '+')}, "
     if math.isnan(difference.margin):
         words = ("advise.max_gap=0.01",)
         text = f"{start} the seeds of {BASELINE} do not differ, so that no tolerance is known."
         return Answer(text, words, "to accept a difference of 0.01")
     text = (
-        f"{start} its {quality} may be {worst} worse ({numbers}{difference.n} seeds, tolerated "
-        f"{format_number(difference.margin)})."
+        f"{start} its {quality} may be {worst:.2g} worse ({numbers}{difference.n} seeds, tolerated "
+        f"{difference.margin:.2g})."
     )
-    if difference.seeds_needed is None:
+    needed = difference.seeds_needed
+    if needed is None and difference.n >= MIN_SEEDS:
         return Answer(f"{text} At this difference {MAX_SEEDS} seeds would not show that it is not.")
-    words = _seed_list(ended, difference.seeds_needed)
+    count = MIN_SEEDS if needed is None else needed
     seconds = sum(fmean(job.seconds for job in other.group.jobs) for other in ended)
-    added = format_duration(seconds * (difference.seeds_needed - difference.n))
-    text += f" About {difference.seeds_needed} seeds would decide, {added} more."
-    return Answer(text, words)
+    added = format_duration(seconds * (count - difference.n))
+    start = (
+        f"A verdict takes {count} seeds" if needed is None else f"About {count} seeds would decide"
+    )
+    return Answer(f"{text} {start}, {added} more.", _seed_list(ended, count))
 
 
 def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:

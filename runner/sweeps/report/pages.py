@@ -90,7 +90,8 @@ VERDICT_NOTE = f"""difference of the means, judged as by mode=advise (docs/advis
 Within tolerance: at {ERROR_RATE:.0%}, a loss of more than {{accepted}} is excluded, for which the
 lower bound of a deviation that few seeds measure counts. Worse or better: beyond the tolerance, and
 by the same test at {ERROR_RATE:.0%} for all precisions together. Neither: not enough evidence.
-Tolerated is what you say: advise.max_gap=0.01 in the unit of the quality, or advise.tolerance."""
+What is tolerated you say: sweep.resume=<folder> advise.max_gap=0.01, in the unit of the quality,
+judges the same jobs anew."""
 SPEED_NOTE = """examples/s of training, without the first block of steps and without evaluations (in
 mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
 the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or slower
@@ -322,7 +323,7 @@ def report_footnotes(data: SweepData, compared: Sequence[Comparison]) -> Iterato
         # Welch's note names the paired test, too: groups of one report can need either.
         source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
         accepted = data.tolerance
-        unit = f"{accepted.deviations:g} × the standard deviation between {BASELINE}'s seeds (advise.tolerance)"
+        unit = f"{accepted.deviations:g} × the deviation of {BASELINE}'s seeds (advise.tolerance)"
         if accepted.max_gap is not None:
             unit = f"{accepted.max_gap:g} (advise.max_gap)"
         yield "Verdict", VERDICT_NOTE.format(test=source, accepted=unit)

@@ -15,6 +15,7 @@ from runner.sweeps.report.advice_page import (
 )
 from runner.sweeps.report.charts import chart_figures
 from runner.sweeps.report.columns import advice_table
+from runner.sweeps.report.conclusion import conclusion_text
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import answer_record, write_report
 from runner.sweeps.report.wording import health_words, reason_sentence
@@ -333,3 +334,46 @@ def test_advise_and_gate_draw_the_intervals_of_their_tests() -> None:
         assert [tick.get_text() for tick in axes.get_yticklabels()] == [*rows]
         ends = [bars.get_segments()[0][:, 0].tolist() for bars in axes.collections]
         assert ends == [pytest.approx([gap - half, gap + half]) for gap, half in rows.values()]
+
+
+def test_a_precision_whose_weights_no_longer_move_is_not_recommended() -> None:
+    """Its loss is as good, and the next steps would change nothing."""
+    stalled = changed(trials("bf16-true", 0.001, 200.0), stagnant_share=0.92)
+    advice = asked(BASE, stalled, trials("bf16-mixed", 0.001, 150.0))
+    assert outcomes(advice) == {
+        "bf16-mixed": "recommended",
+        "32-true": "baseline",
+        "bf16-true": "stalled",
+    }
+    # A rule that keeps its updates is searched for, as for one that is worse.
+    assert advice.verdicts[-1].is_failing
+    gate = gate_verdict(asked(BASE, stalled, question=replace(ASKED, mode="gate", max_gap=0.1)))
+    assert gate is not None
+    assert (gate.decision, gate.exit_status) == ("undecided", 3)
+    assert gate.reason == "the last step moved none of 92.0% of its weights"
+
+
+def test_nothing_is_judged_where_nothing_was_learned() -> None:
+    jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
+    advice = rank_precisions(jobs, ASKED, untrained=BASE[:1])
+    assert advice_sentence(advice) == "Stay with 32-true for now: nothing could be judged."
+
+
+@pytest.mark.parametrize("mode", ["advise", "gate"])
+def test_python_gets_the_answer_that_the_command_prints(mode: str) -> None:
+    question = replace(ASKED, mode=mode, max_gap=0.1)
+    jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
+    text = conclusion_text(SweepData([Job(job) for job in jobs], advise_settings=question))
+    start = {"advise": "Use bf16-mixed: 1.50 × as fast as", "gate": "bf16-mixed is accepted: "}
+    assert text.startswith(start[mode])
+
+
+def test_a_gate_whose_bar_is_measured_by_few_seeds_accepts_below_its_lower_bound() -> None:
+    """The bar is the deviation of five seeds: 0.0158, surely 0.0103."""
+    for gap, decision in ((0.0095, "accepted"), (0.012, "undecided")):
+        jobs = [*BASE, *trials("b", gap)]
+        gate = gate_verdict(rank_precisions(jobs, replace(ASKED, mode="gate")))
+        assert gate is not None
+        assert gate.decision == decision
+        assert gate.bar == pytest.approx(0.0158, abs=1e-4)
+        assert gate.to_json()["bar_lower_bound"] == pytest.approx(0.01026, abs=1e-4)

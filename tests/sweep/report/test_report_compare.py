@@ -14,7 +14,7 @@ from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import summary_markdown
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
-from runner.sweeps.verdict.statistics import Spread
+from runner.sweeps.verdict.statistics import Spread, Tolerance
 
 
 def seeds(precision, qualities, speeds=(100.0, 100.0, 100.0), **more):
@@ -499,3 +499,79 @@ def test_jobs_too_short_for_a_speed_are_compared_by_quality():
 )
 def test_an_interval_shows_two_digits_of_its_error(value, error, text):
     assert format_interval(value, error) == text
+
+
+FAST = (200.0, 204.0, 208.0)
+LOSSES = {"train/loss": np.array([range(1, 31), range(30), [2.3] * 30])}
+UNPROVEN = {
+    "two seeds that lose 10 and 6 points": (
+        {"32-true": (0.95, 0.94), "b": (0.85, 0.88)},
+        {},
+        "its val/accuracy may be 0.21 worse (-0.08 ± 0.13, 2 seeds, tolerated 0.0036). A "
+        "verdict takes 3 seeds, 5 s more. Type sweep.resume=s seed=0,1,2.",
+    ),
+    "three seeds that lose 10, 6 and 2 points": (
+        {"32-true": (0.95, 0.93, 0.93), "b": (0.85, 0.87, 0.91)},
+        {},
+        "its val/accuracy may be 0.13 worse (-0.060 ± 0.067, 3 seeds, tolerated 0.0067). At "
+        "this difference 50 seeds would not show that it is not.",
+    ),
+    "a difference that more seeds would judge": (
+        {"32-true": (0.90, 0.91, 0.92), "b": (0.905, 0.902, 0.92)},
+        {},
+        "its val/accuracy may be 0.012 worse (-0.001 ± 0.011, 3 seeds, tolerated 0.0058). About 6 "
+        "seeds would decide, 15 s more. Type sweep.resume=s seed=0,1,2,3,4,5.",
+    ),
+    "weights that no longer move": (
+        {"32-true": NOISY, "b": SAME},
+        {"stagnant_share": 0.92},
+        "the last step moved none of 92.0% of its weights. Type precision=32-true,b "
+        "precision.update=kahan to keep such updates.",
+    ),
+    "an accuracy of 1 in every seed": (
+        {"32-true": (1.0,) * 3, "b": (1.0,) * 3},
+        {},
+        "the seeds of 32-true do not differ, so that no tolerance is known. Type "
+        "advise.max_gap=0.01 to accept a difference of 0.01.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("qualities", "more", "reason"), UNPROVEN.values(), ids=UNPROVEN)
+def test_a_fast_precision_is_not_recommended_without_evidence(qualities, more, reason):
+    base = seeds("32-true", qualities["32-true"], seconds=2.0)
+    jobs = [*base, *seeds("b", qualities["b"], FAST, seconds=3.0, **more)]
+    text = conclusion_of(*jobs, folder="s")
+    gains = "2.04 × as fast as 32-true" if len(base) > 2 else "2.02 × as fast as 32-true"
+    assert text.startswith(f"Stay with 32-true for now: b is {gains}, but {reason}")
+    assert only_answer(compare_with_baselines(jobs)).pick is None
+
+
+def test_what_the_user_tolerates_decides():
+    jobs = [*seeds("32-true", (0.90, 0.91, 0.92)), *seeds("b", (0.905, 0.902, 0.92), FAST)]
+    text = conclusion_of(*jobs, tolerance=Tolerance(max_gap=0.02))
+    assert text.startswith("Train in b: 2.04 × as fast as 32-true; val/accuracy: within tolerance")
+
+
+def test_nothing_is_recommended_where_nothing_was_learned():
+    jobs = [Job(job) for job in seeds("32-true", NOISY)]
+    jobs += [Job(job, LOSSES) for job in seeds("b", SAME, FAST)]
+    text = conclusion_text(SweepData(jobs))
+    assert "but where nothing is learned nothing can be judged. The training loss of b" in text
+
+
+def test_precisions_that_train_few_weights_are_not_compared():
+    """`sweep=every_precision` has bnb-nf4, which freezes what 32-true trains."""
+    jobs = [*seeds("32-true", NOISY), *seeds("b", (0.1, 0.1, 0.1), FAST, trains=0.017)]
+    text = conclusion_of(*jobs, *seeds("c", WORSE, FAST))
+    assert text.startswith("Stay with 32-true: in val/accuracy c is worse by ")
+    assert "few of the weights train and the rest is frozen: b 1.7%." in text
+    table = groups_table(compare_with_baselines(jobs), None)
+    cell = dict(zip(table.head, table.rows[1], strict=True))["against 32-true"]
+    assert (cell.text, cell.note) == ("trains 1.7%", "not compared")
+
+
+def test_of_many_precisions_without_a_speed_those_that_do_harm_are_named():
+    equal = [finished(name, examples_per_second=None) for name in ("32-true", "a", "b", "c")]
+    text = conclusion_of(*equal, finished("d", 0, 0.1, examples_per_second=None))
+    assert "val/accuracy against 32-true: d 0.1 (-0.8), a 0.9 (+0), b 0.9 (+0) and 1 more." in text

@@ -59,9 +59,7 @@ def test_a_summary_says_for_how_many_settings_a_verdict_holds():
     }
     sentence = conclusion_sentence(SweepData([]), compare_with_baselines(GRID))
     assert sentence.startswith("Best val/accuracy: 32-true lr=1 with 0.910 ± 0.010; best of")
-    assert (
-        "Against 32-true in each setting: bf16-mixed: no measurable difference in 1 of" in sentence
-    )
+    assert "Against 32-true in each setting: bf16-mixed: within tolerance in 1 of" in sentence
 
 
 def test_one_seed_marks_nothing():
@@ -82,8 +80,8 @@ def test_qualities_of_two_models_are_not_compared(tmp_path):
     ]
     sentence = conclusion_sentence(SweepData([]), compare_with_baselines(models))
     assert sentence == (
-        "Against 32-true in each setting: bf16-mixed: worse in 1 of 2 settings (model=mlp), no "
-        "measurable difference in 1 of 2 settings, about as fast in 2 of 2 settings."
+        "Against 32-true in each setting: bf16-mixed: worse in 1 of 2 settings (model=mlp), within "
+        "tolerance in 1 of 2 settings, about as fast in 2 of 2 settings."
     )
     page = write_report(SweepData([Job(one) for one in models]), tmp_path)[0].read_text()
     assert "| precision | model=mlp | model=vit |" in page

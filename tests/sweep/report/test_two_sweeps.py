@@ -64,8 +64,8 @@ def test_jobs_of_both_are_compared_with_32_true_of_the_first(tmp_path):
     assert "A is one, 2026-11-20 10:00; B is two, 2026-11-20 10:00." in page
     assert "No setting, version or commit that A and B recorded differs." in page
     assert (
-        "Against 32-true of A: 16-mixed sweep=A: no measurable difference, about as fast; "
-        "32-true sweep=B: no measurable difference, about as fast; 16-mixed sweep=B: worse, faster."
+        "Against 32-true of A: 16-mixed sweep=A: within tolerance, about as fast; "
+        "32-true sweep=B: within tolerance, about as fast; 16-mixed sweep=B: worse, faster."
     ) in page
     assert "| job | sweep | " in page
     assert "| 16-mixed | B | " in page
