@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from runner.checkpoint import locate
 from runner.config.invocation import given_keys, python_call
 from runner.config.overrides import as_typed, override_key, quote_value, rewrite_arguments
@@ -105,8 +107,8 @@ def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
                 f"{word}: the sweep's command does not set {key}. Only its own lists may get "
                 "longer; another key is a new sweep, and runner report <A> <B> reports both."
             )
-        known = words[places[-1]].partition("=")[2].split(",")
-        new = word.partition("=")[2].split(",")
+        known = _listed_values(words[places[-1]])
+        new = _listed_values(word)
         if not {*known} <= {*new}:
             longer = ",".join([*known, *(value for value in new if value not in known)])
             raise ConfigError(
@@ -115,6 +117,14 @@ def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
             )
         words[places[-1]] = word
     return words
+
+
+def _listed_values(word: str) -> list[str]:
+    """Return the values that a word lists for its key, as in seed=0,1,2 or seed=range(0,3)."""
+    override = OverridesParser.create().parse_override(word)
+    if override.is_sweep_override():
+        return [*override.sweep_string_iterator()]
+    return [word.partition("=")[2]]
 
 
 def with_longer_lists(manifest: Manifest, overrides: Sequence[str]) -> Manifest:
@@ -188,8 +198,9 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
         if not word.startswith(_CHANGEABLE_PREFIXES) and override_key(word) not in secret_keys:
             raise ConfigError(
                 f"{RESUME_KEY} runs a sweep with the settings that it was started with. Leave "
-                f"{word} out: only tracking.*, sweep.fail_fast and sweep.verbose may change, and "
-                "lists may get longer (seed=0,1,2,3). Other settings are a new sweep."
+                f"{word} out: only tracking.*, advise.max_gap, advise.tolerance, sweep.fail_fast "
+                "and sweep.verbose may change, and lists may get longer (seed=0,1,2,3). Other "
+                "settings are a new sweep."
             )
     missing = sorted(secret_keys - {override_key(word) for word in added})
     if missing:

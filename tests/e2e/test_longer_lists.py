@@ -13,14 +13,14 @@ from runner.sweeps.sweep_resume import resumed_numbers
 @pytest.fixture
 def swept(quick, tmp_path):
     """The folder of a finished sweep over precision and seed."""
-    assert quick("-m", "precision=32-true,bf16-mixed", "seed=0,1").rc == 0
+    assert quick("-m", "precision=32-true,bf16-mixed", "seed=range(0,2)").rc == 0
     return only_sweep(tmp_path)
 
 
 REFUSED = {
-    "seed=1,2": "the sweep has seed=0,1, and a list may only get longer. Type seed=0,1,2.",
+    "seed=1,2": "the sweep has seed=range(0,2), and a list may only get longer. Type seed=0,1,2.",
     "optimizer.lr=1,2": "the sweep's command does not set optimizer.lr. Only its own lists may",
-    "seed=3": "only tracking.*, sweep.fail_fast and sweep.verbose may change, and lists may get",
+    "seed=3": "only tracking.*, advise.max_gap, advise.tolerance, sweep.fail_fast",
     "hydra.launcher.n_jobs=2": "Leave hydra.launcher.n_jobs=2 out",
 }
 
@@ -53,9 +53,10 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
     report = (swept / "report.md").read_text()
     assert "9 of 9 jobs finished" in report
     assert "(3 seeds)" in report
-    # Without a list, all is as it was.
-    again = main(f"sweep.resume={swept}")
+    # Without a list, all is as it was, and another tolerance judges the same jobs anew.
+    again = main(f"sweep.resume={swept}", "advise.max_gap=0.5")
     assert (again.rc, again.stdout.count("finished before")) == (0, 9)
+    assert "a loss of more than 0.5 (advise.max_gap)" in (swept / "report.md").read_text()
     command = json.loads((swept / "sweep.json").read_text())["command"]
     assert {"precision=32-true,bf16-mixed,64-true", "seed=0,1,2"} < {*command}
 
