@@ -49,8 +49,8 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
 
     Args:
         config: composed.
-        allow_unresolved: leave a group empty if its interpolations do not resolve; values of a
-            checkpoint will be merged into it.
+        allow_unresolved: leave a group empty if its interpolations do not resolve or a value is
+            missing; values of a checkpoint will be merged into it.
 
     Raises:
         ConfigError: a value is missing (`???`) or does not fit its type.
@@ -58,7 +58,8 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
     values = OmegaConf.to_container(config)
     missing = sorted(key for key, value in leaves(values) if value == "???")
-    refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
+    if not allow_unresolved:
+        refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
     try:
         if allow_unresolved:
             assert isinstance(values, dict)
@@ -66,7 +67,8 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
                 if isinstance(value, Mapping):
                     values[key] = {}
                     with suppress(OmegaConfBaseException):
-                        values[key] = OmegaConf.to_container(config[key], resolve=True)
+                        group = config[key]
+                        values[key] = OmegaConf.to_container(group, True, throw_on_missing=True)
         else:
             values = OmegaConf.to_container(config, resolve=True)
         spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))

@@ -40,12 +40,15 @@ class StepReader:
     Args:
         scaler: that scales the loss, enabled; None for none.
 
+    Attributes:
+        losses: of the step so far, by micro-batch.
+
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
         self._examples: list[int] = []  # of each micro-batch
-        self._losses: dict[int | None, Tensor] = {}
+        self.losses: dict[int | None, Tensor] = {}
         self._norms: Tensor | None = None
         self._scale: Tensor | None = None
         self._lr = 0.0
@@ -55,17 +58,8 @@ class StepReader:
         """Return whether the gradients of a step were read that has not ended."""
         return self._norms is not None
 
-    @property
-    def has_loss(self) -> bool:
-        """Return whether the step has a loss so far."""
-        return bool(self._losses)
-
     def add_loss(
-        self,
-        loss: Tensor,
-        micro_batch: int | None = None,
-        divisor: float = 1.0,
-        is_scaled: bool = False,
+        self, loss: Tensor, micro_batch: int | None = None, is_scaled: bool = False
     ) -> None:
         """Add a loss to those of its micro-batch.
 
@@ -74,17 +68,15 @@ class StepReader:
             micro_batch: number of the micro-batch whose mean the loss is. The step's loss is the
                 mean over its examples, however many micro-batches a trainer divides by. None: the
                 loss is a share of the step's loss, which is the sum of its shares.
-            divisor: the trainer has divided the loss by it.
             is_scaled: the loss is multiplied by the loss scale.
         """
         value = loss.detach().reshape(())
         if value.itemsize < 4:
             value = value.float()
-        value = value * divisor
         if is_scaled and self.scaler is not None:
             value = value / scale_value(self.scaler)
-        earlier = self._losses.get(micro_batch)
-        self._losses[micro_batch] = value if earlier is None else earlier + value
+        earlier = self.losses.get(micro_batch)
+        self.losses[micro_batch] = value if earlier is None else earlier + value
 
     def add_examples(self, count: int) -> None:
         """Add the examples of a micro-batch to the step's; 0 where their number is not known."""
@@ -92,7 +84,7 @@ class StepReader:
 
     def _mean_loss(self) -> Tensor:
         """Return the loss of the step: the mean over its examples, or the sum of its shares."""
-        losses = list(self._losses.values())
+        losses = list(self.losses.values())
         is_known = len(self._examples) == len(losses) and all(self._examples)
         weights = self._examples if is_known and len(losses) > 1 else [1] * len(losses)
         weighted = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
@@ -137,7 +129,7 @@ class StepReader:
         Raises:
             ConfigError: there was no loss, or no gradients were read.
         """
-        if not self.has_loss or self._norms is None:
+        if not self.losses or self._norms is None:
             raise ConfigError(
                 f"step {step} had no backward of a loss, so there is nothing to record."
             )
@@ -162,7 +154,7 @@ class StepReader:
 
     def discard_step(self) -> None:
         """Begin the next step without a record of this one."""
-        self._losses.clear()
+        self.losses.clear()
         self._norms = None
         self._examples.clear()
 

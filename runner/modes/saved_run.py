@@ -40,9 +40,19 @@ RUN_KEYS = (*TARGET_GROUPS[:-1], "train", "init", "seed")
 """Top-level keys that a run's training is repeated with."""
 
 
-def typed_overrides(invocation: Invocation) -> dict[str, str]:
-    """Return the overrides that were typed, by their keys without marks (`+`, `~`)."""
-    return {override_key(text): text for text in invocation.overrides}
+def typed_overrides(invocation: Invocation, saved: Mapping[str, Any] = {}) -> dict[str, str]:
+    """Return the overrides that were typed, by their keys without marks (`+`, `~`).
+
+    Args:
+        invocation: what was typed.
+        saved: settings of a run. `data=` is left out where it names the run's own target, as it
+            must before any key of that target is typed: the run's other keys stay as they were.
+    """
+    typed = {override_key(text): text for text in invocation.overrides}
+    target = (invocation.composed_config or {}).get("data", {}).get("_target_")
+    if target is not None and target == saved.get("data", {}).get("_target_"):
+        typed.pop("data", None)
+    return typed
 
 
 def folder_config(folder: Path, key: str) -> SavedConfig | None:
@@ -129,7 +139,7 @@ def merge(
     merged = composed | {key: config.values[key] for key in keys if key in config.values}
     # What is typed is copied before anything is resolved, so that its interpolations read the
     # run's values.
-    typed = typed_overrides(invocation)
+    typed = typed_overrides(invocation, config.values)
     for key in typed:
         copy_key(composed, merged, key.split("."))
     # Data that are given as objects replace the data, not what the run does with them.

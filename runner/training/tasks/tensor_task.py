@@ -106,7 +106,8 @@ def _check(loss: object) -> None:
     if ignored != IGNORED:
         raise ConfigError(
             f"task.loss.ignore_index={ignored}: labels that do not count are {IGNORED} in every "
-            f"task. Leave it out, and have the data set yield {IGNORED} for them."
+            f"task. Leave it out, and have the data set yield {IGNORED} for them, or with "
+            f"task=segmentation type task.ignore_index={ignored}."
         )
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise ConfigError(
