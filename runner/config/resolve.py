@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -63,12 +63,12 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     try:
         if allow_unresolved:
             assert isinstance(values, dict)
+            whole = partial(OmegaConf.to_container, resolve=True, throw_on_missing=True)
             for key, value in values.items():
                 if isinstance(value, Mapping):
                     values[key] = {}
                     with suppress(OmegaConfBaseException):
-                        group = config[key]
-                        values[key] = OmegaConf.to_container(group, True, throw_on_missing=True)
+                        values[key] = whole(config[key])
         else:
             values = OmegaConf.to_container(config, resolve=True)
         spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))

@@ -104,14 +104,13 @@ def fact_problems(facts: Mapping[str, Any], owner: str, sets: Mapping[str, Any])
     for label, dataset in sets.items():
         for name, value in learned_facts(dataset).items():
             known = facts.get(name, value)
-            if value == known:
-                continue
-            different = sorted({*value} ^ {*map(str, known)}) if name == "classes" else ()
-            detail = f": {first_names(different)} on one side only" if different else ""
-            yield (
-                f"data: the {name} of {owner} and of the {label} set differ{detail}. Give both the "
-                "same: folders or names of classes in one order, or the tokenizer of the training."
-            )
+            if known != value:
+                different = sorted({*value} ^ {*map(str, known)}) if name == "classes" else ()
+                detail = f": {first_names(different)} on one side only" if different else ""
+                yield (
+                    f"data: the {name} of {owner} and of the {label} set differ{detail}. Give both "
+                    "the same: class names in one order, or the tokenizer of the training."
+                )
 
 
 def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

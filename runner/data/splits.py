@@ -1,6 +1,6 @@
 """Define Splits, which a data target returns, and what several targets share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -138,7 +138,10 @@ def split_rows(count: int, val: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def split_fields(
-    fields: Mapping[str, Tensor], val: int, seed: int, kind: type[TensorFields] = TensorFields
+    fields: Mapping[str, Tensor],
+    val: int,
+    seed: int,
+    kind: Callable[..., TensorFields] = TensorFields,
 ) -> Splits:
     """Split examples at random.
 
@@ -146,7 +149,7 @@ def split_fields(
         fields: tensors [N, ...] by name.
         val: examples for validation.
         seed: of the split alone.
-        kind: of the data sets.
+        kind: class of the data sets, or a partial one.
 
     Raises:
         ValueError: the fields differ in N.

@@ -75,8 +75,7 @@ class StepReader:
             value = value.float()
         if is_scaled and self.scaler is not None:
             value = value / scale_value(self.scaler)
-        earlier = self.losses.get(micro_batch)
-        self.losses[micro_batch] = value if earlier is None else earlier + value
+        self.losses[micro_batch] = self.losses.get(micro_batch, 0) + value
 
     def add_examples(self, count: int) -> None:
         """Add the examples of a micro-batch to the step's; 0 where their number is not known."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import TrainSpec
 from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
@@ -54,7 +53,7 @@ _ROUNDING_LINES = {
 """What a run that compiles prints, by train.compile_rounding."""
 
 
-def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None) -> RunLoaders:
+def prepare_loaders(run: RunContext, saved: Mapping[str, Any]) -> RunLoaders:
     """Build, report and check the loaders of a run's data sets, those that its mode reads.
 
     The generators are seeded before the data and again after it, so that the weights follow from
@@ -62,7 +61,7 @@ def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None) -> RunLoade
 
     Args:
         run: the run.
-        saved: checkpoint that the run continues or evaluates; None without one.
+        saved: content of the checkpoint that the run continues or evaluates; empty without one.
 
     Raises:
         ConfigError: a data set does not fit the command.
@@ -76,9 +75,8 @@ def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None) -> RunLoade
     trains = run.spec.mode == "train"
     if not trains:
         del labelled["train"]
-    learned = saved.content.get("learned", {}) if saved else {}
     datasets = {label: loader.dataset for label, loader in labelled.items()}
-    refuse(fingerprint.fact_problems(learned, "the checkpoint", datasets))
+    refuse(fingerprint.fact_problems(saved.get("learned", {}), "the checkpoint", datasets))
     # Of several processes the others would not know that a wait was interrupted.
     if trains and rank.world_size == 1:
         for loader in labelled.values():

@@ -108,8 +108,7 @@ class ClassFolders(ImageFolder):
             for those of the folders, sorted.
 
     Raises:
-        ConfigError: a folder is none of the named classes.
-        OSError: there is no folder, or a class has no image.
+        OSError: there is no folder, one is none of the named classes, or a class has no image.
     """
 
     def __init__(self, root: Path, transform: Callable[..., Tensor], names: Sequence[str]) -> None:
@@ -123,10 +122,7 @@ class ClassFolders(ImageFolder):
         names = [*(self._names or shown)]
         others = [name for name in shown if name not in names]
         if others:
-            raise ConfigError(
-                f"data=imagefolder: {first_names(others)} in {directory} is none of the classes "
-                f"{first_names(names)} (data.class_names, or the checkpoint's). Move it elsewhere."
-            )
+            raise OSError(f"{first_names(others)} is none of the classes {first_names(names)}")
         return names, {name: number for number, name in enumerate(names)}
 
     def _is_shown_image(self, file: str) -> bool:
@@ -171,10 +167,9 @@ def imagefolder(
         raise ConfigError(f"data=imagefolder: there is no folder {base.absolute()}. {_LAYOUT}")
     has_two_folders = (base / "train").is_dir() or (base / "val").is_dir()
     # Two data sets of the same files, too: only the training one is augmented.
-    names = class_names or ()
     folders = [base / "train", base / "val"] if has_two_folders else [base, base]
-    train = _folder(folders[0], image_transform(size, augment), names)
-    val = _folder(folders[1], image_transform(size, augment=False), names)
+    train = _folder(folders[0], image_transform(size, augment), class_names or ())
+    val = _folder(folders[1], image_transform(size, False), class_names or ())
     if not has_two_folders:
         val_count = held_out(len(train), val_fraction, "imagefolder")
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()

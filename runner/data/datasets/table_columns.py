@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -264,14 +264,13 @@ class TableColumns:
             value = str(self.end_token).lower()
             log.warning("data=%s: %s (data.end_token=%s)%s", self.source, ending, value, joined)
         kind = TextPairs if self._has_target_texts(train) else TensorFields
-        facts = self._learned_facts(train)
+        facts = self._facts(train)
         if val is not None:
-            return Splits(kind(fields, facts), kind(self._fields(val), self._learned_facts(val)))
+            return Splits(kind(fields, facts), kind(self._fields(val), self._facts(val)))
         count = held_out(len(fields["labels"]), val_fraction, self.source)
-        parts = split_fields(fields, count, self.seed)
-        return Splits(*(kind(part.fields, facts) for part in parts))
+        return split_fields(fields, count, self.seed, partial(kind, facts=facts))
 
-    def _learned_facts(self, table: Any) -> dict[str, Any]:
+    def _facts(self, table: Any) -> dict[str, Any]:
         """Return the tokenizer's vocabulary, and the names of classes where the table has them:
         Hugging Face's datasets write those of a ClassLabel column into the schema."""
         facts = {}
@@ -322,8 +321,7 @@ class TableColumns:
             raise self._error(f"column {self.label} holds {kind}, no classes. {wanted}")
         crop = image_transform(self.size, augment)
         source = f"data={self.source}: column {self.image}"
-        facts = self._learned_facts(table)
-        return EncodedImages(table[self.image], labels, rows, crop, source, facts)
+        return EncodedImages(table[self.image], labels, rows, crop, source, self._facts(table))
 
     def _fields(self, table: Any) -> dict[str, Tensor]:
         fields = {name: as_input(self._array(table, name)) for name in self.columns or ()}
