@@ -86,8 +86,7 @@ class StepReader:
         losses = list(self.losses.values())
         is_known = len(self._examples) == len(losses) and all(self._examples)
         weights = self._examples if is_known and len(losses) > 1 else [1] * len(losses)
-        weighted = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-        return torch.stack(weighted).sum() / sum(weights)
+        return torch.stack([*map(torch.mul, losses, weights)]).sum() / sum(weights)
 
     def read_gradients(self, optimizer: Optimizer, is_added: bool = False) -> None:
         """Read the gradient norms, the loss scale and the learning rate of the step.

@@ -36,6 +36,7 @@ TARGET_GROUPS = (
     *("precision", "model", "adapter", "data", "task", "optimizer", "scheduler", "callbacks"),
 )
 """Groups whose targets a saved run names."""
+GIVEN_DATA = "runner.api.objects.given_data"
 RUN_KEYS = (*TARGET_GROUPS[:-1], "train", "init", "seed")
 """Top-level keys that a run's training is repeated with."""
 
@@ -50,7 +51,7 @@ def typed_overrides(invocation: Invocation, saved: Mapping[str, Any] = {}) -> di
     """
     typed = {override_key(text): text for text in invocation.overrides}
     target = (invocation.composed_config or {}).get("data", {}).get("_target_")
-    if target is not None and target == saved.get("data", {}).get("_target_"):
+    if target == saved.get("data", {}).get("_target_", "") != GIVEN_DATA:
         typed.pop("data", None)
     return typed
 
@@ -144,7 +145,7 @@ def merge(
         copy_key(composed, merged, key.split("."))
     # Data that are given as objects replace the data, not what the run does with them.
     before = config.values.get("data", {})
-    if merged["data"].get("_target_") == "runner.api.objects.given_data":
+    if merged["data"].get("_target_") == GIVEN_DATA:
         keys_of_run = [k for k in ("shuffle", "sampler", "collate") if f"data.{k}" not in typed]
         merged["data"] = merged["data"] | {k: before[k] for k in keys_of_run if k in before}
     try:

@@ -33,7 +33,7 @@ from runner.utils.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _TEXTS = "Texts are read with data.text=<column> data.tokenizer=<path>"
-_CLASSES = "Write numbers, for classes those from 0"
+_CLASSES = "Number the classes from 0; other targets are numbers, too"
 _TOKEN_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels")
 """Fields that data.text becomes."""
 
