@@ -208,6 +208,9 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
         if not all(isinstance(name, str) for name in names):
             yield f"its {key} are no names"
     yield from _average_problems(content)
+    learned = content.get("learned", {})
+    if not isinstance(learned, dict) or not isinstance(learned.get("classes", []), list):
+        yield "its learned facts are no dict with a list of classes"
     for key in _SPEC_MAPPINGS:
         if not isinstance(content["spec"].get(key, {}), dict):
             yield f"its spec.{key} is no dict"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -49,8 +49,8 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
 
     Args:
         config: composed.
-        allow_unresolved: leave a group empty if its interpolations do not resolve; values of a
-            checkpoint will be merged into it.
+        allow_unresolved: leave a group empty if its interpolations do not resolve or a value is
+            missing; values of a checkpoint will be merged into it.
 
     Raises:
         ConfigError: a value is missing (`???`) or does not fit its type.
@@ -58,15 +58,17 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
     values = OmegaConf.to_container(config)
     missing = sorted(key for key, value in leaves(values) if value == "???")
-    refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
+    if not allow_unresolved:
+        refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
     try:
         if allow_unresolved:
             assert isinstance(values, dict)
+            whole = partial(OmegaConf.to_container, resolve=True, throw_on_missing=True)
             for key, value in values.items():
                 if isinstance(value, Mapping):
                     values[key] = {}
                     with suppress(OmegaConfBaseException):
-                        values[key] = OmegaConf.to_container(config[key], resolve=True)
+                        values[key] = whole(config[key])
         else:
             values = OmegaConf.to_container(config, resolve=True)
         spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))

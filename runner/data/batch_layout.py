@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.utils._pytree import (
     _dict_flatten,
     _dict_flatten_with_keys,
@@ -19,6 +20,7 @@ from torch.utils._pytree import (
     register_pytree_node,
 )
 
+from runner.data.splits import IGNORED_LABEL
 from runner.precision.casting import WideFields
 from runner.utils.errors import ConfigError
 
@@ -67,11 +69,13 @@ class BatchLayout:
             in its order, and become keyword arguments.
         target: the field of the target; None looks for one of TARGET_FIELDS.
         passes_target: whether the model takes the target, too, because it computes the loss.
+        ignored_label: of the data, which does not count; the task gets IGNORED_LABEL for it.
     """
 
     inputs: tuple[str, ...] | None = None
     target: str | None = None
     passes_target: bool = False
+    ignored_label: int = IGNORED_LABEL
 
     def split(self, batch: Any) -> Batch:
         """Return the inputs and the target of a batch.
@@ -79,6 +83,14 @@ class BatchLayout:
         Raises:
             ConfigError: the batch lacks a field, or has another layout.
         """
+        inputs, target = self._parts(batch)
+        if self.ignored_label != IGNORED_LABEL and isinstance(target, Tensor):
+            # Masks are often of uint8, which has no -100.
+            target = target.long().masked_fill(target == self.ignored_label, IGNORED_LABEL)
+        return inputs, target
+
+    def _parts(self, batch: Any) -> Batch:
+        """Return the inputs and the target of a batch as they are in the data."""
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
         if is_pair and self.inputs is None and not self.passes_target:
             return batch[0], batch[1]

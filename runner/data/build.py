@@ -18,9 +18,10 @@ from runner.config.schema import RunSpec
 from runner.config.targets import build_group, build_value
 from runner.data.batch_layout import PAIRS
 from runner.data.collate import Collator, makes_batches
+from runner.data.fingerprint import fact_problems, learned_facts
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
-from runner.data.splits import RunData, RunSets, TextPairs, set_labels
+from runner.data.splits import IGNORED_LABEL, RunData, RunSets, TextPairs, label_remedy, set_labels
 from runner.data.stream_loader import (
     BatchLoader,
     StreamLoader,
@@ -31,6 +32,7 @@ from runner.data.stream_loader import (
 from runner.data.task_target import build_task
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError, RunnerError, refuse
+from runner.utils.formatting import first_names
 
 _RETURN = "return (train, val), two map-style data sets, or (train, val, test)"
 _DOCS = "See docs/own-code.md."
@@ -54,6 +56,7 @@ def build_data(spec: RunSpec) -> RunData:
     evaluated = set_labels("val", validation) | set_labels("test", test_sets)
     refuse(stream_problems(spec, train, evaluated))
     refuse(_meta_problems(spec, train))
+    refuse(fact_problems(learned_facts(train), "the train set", evaluated))
     if spec.debug.overfit:
         few = _first_samples(train, spec.debug.overfit)
         return RunData(few, {"": few}, test_sets)
@@ -177,7 +180,7 @@ def _meta_problems(spec: RunSpec, dataset: Any) -> Iterator[str]:
                 )
                 return
         yield from _shape_problems(meta, example)
-    yield from _classes_problems(meta, dataset)
+    yield from _classes_problems(meta, dataset, spec.task.get("ignore_index"))
 
 
 def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
@@ -211,8 +214,14 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
         yield f"data.meta.input={stated}, but an example has the shape {shape}. Type {typed}."
 
 
-def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
-    """Yield why data.meta.classes is too small."""
+def _classes_problems(meta: Mapping[str, Any], dataset: Any, ignored: Any) -> Iterator[str]:
+    """Yield why data.meta.classes is too small.
+
+    Args:
+        meta: data.meta.
+        dataset: the training set.
+        ignored: task.ignore_index, the label that does not count; None without the key.
+    """
     stated = meta.get("classes")
     if not stated:
         return
@@ -220,19 +229,23 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any) -> Iterator[str]:
         yield f"data.meta.classes={stated}: type a whole number, for example 10."
         return
     # torchvision's data sets list their class names.
-    classes = len(getattr(dataset, "classes", None) or ())
-    sample = ""
+    names = learned_facts(dataset).get("classes", [])
+    classes = len(names)
+    sample = f": {first_names(names)}"
     labels = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else torch.zeros(())
     if not (labels.is_floating_point() or labels.is_complex()):
+        if isinstance(ignored, int):
+            labels = labels.masked_fill(labels == ignored, 0)
         largest_label, index = labels.flatten().max(0)
         classes = int(largest_label) + 1
-        sample = f": sample {int(index)} has the label {int(largest_label)}"
-    if classes == stated + 1 and labels.min() == 1:
+        row = int(index) // labels[0].numel()
+        sample = f": sample {row} has the label {int(largest_label)}"
+    if classes == stated + 1 and labels[labels != IGNORED_LABEL].min() == 1:
         yield f"data: the labels are 1 to {stated}, and no label is 0. Subtract 1 from all."
     elif classes > stated:
         yield (
             f"data.meta.classes={stated}, but the data have {classes} classes{sample}. "
-            f"Type data.meta.classes={classes}."
+            f"Type {label_remedy(classes - 1, is_mask=labels.ndim > 2)}."
         )
 
 
@@ -281,7 +294,8 @@ def build_run_loaders(
     if task is not None or "_target_" in spec.task:
         # The task itself is asked, as a class of the user's may name its fields.
         task = build_task(spec.task) if task is None else task
-        layout = task.layout(task.input_fields, task.target_field, task.passes_target)
+        fields = (task.input_fields, task.target_field, task.passes_target)
+        layout = task.layout(*fields, task.ignored_label)
         if isinstance(data.train, TextPairs) and not task.passes_target:
             raise ConfigError(
                 f"data.target={spec.data.get('target')} holds texts, for an encoder-decoder. Type "

@@ -1,11 +1,12 @@
-"""Describe a run's data sets by a digest and a schema, so that runs on the same data can be found.
+"""Describe a run's data sets by a digest and a schema, so that runs on the same data can be found,
+and by the facts that a model learns of its data, which a checkpoint holds.
 
 The descriptions become MLflow's dataset inputs of a run. They must be the same in every process and
 cheap for large data sets, so the digest covers a sample of the examples.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +21,8 @@ from runner.config.targets import target_arguments
 from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData, RunSets, Splits
 from runner.data.stream_loader import first_examples, is_stream
-from runner.data.value_hash import hash_value
+from runner.data.value_hash import hash_value, value_digest
+from runner.utils.formatting import first_names
 from runner.utils.reproducibility import seed_host
 
 SAMPLE_COUNT = 64  # examples that a digest covers at most
@@ -66,6 +68,49 @@ def describe_data(
             }
         )
     return descriptions
+
+
+def learned_facts(dataset: Any) -> dict[str, Any]:
+    """Return what a model learns of its data beside the examples, by name.
+
+    A checkpoint holds it, and data that differ in it mean other things by the same numbers.
+
+    Args:
+        dataset: its `learned_facts`, a mapping, is taken, and its `classes`, the names in the order
+            of the numbers, as torchvision lists them.
+
+    Returns:
+        Names of classes, and digests of any other fact.
+    """
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    facts = {**getattr(dataset, "learned_facts", {})}
+    names = facts.pop("classes", getattr(dataset, "classes", None))
+    learned: dict[str, Any] = {name: value_digest(fact).hex() for name, fact in facts.items()}
+    # A target_transform gives other numbers than the places in the list.
+    if isinstance(names, list | tuple) and getattr(dataset, "target_transform", None) is None:
+        learned["classes"] = [*map(str, names)]
+    return learned
+
+
+def fact_problems(facts: Mapping[str, Any], owner: str, sets: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in which facts data sets differ from those that a model has learned.
+
+    Args:
+        facts: as learned_facts returns them.
+        owner: that has the facts, in words.
+        sets: the data sets by their labels.
+    """
+    for label, dataset in sets.items():
+        for name, value in learned_facts(dataset).items():
+            known = facts.get(name, value)
+            if known != value:
+                different = sorted({*value} ^ {*map(str, known)}) if name == "classes" else ()
+                detail = f": {first_names(different)} on one side only" if different else ""
+                yield (
+                    f"data: the {name} of {owner} and of the {label} set differ{detail}. Give both "
+                    "the same: class names in one order, or the tokenizer of the training."
+                )
 
 
 def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -190,8 +235,7 @@ def _class_count(dataset: Any, first: Any, node: Mapping[str, Any]) -> int | Non
         first: example, or None where it cannot be read.
         node: of the data config, whose meta.classes is taken for integer targets.
     """
-    base, _ = _unwrap_subset(dataset, 0)
-    names = getattr(base, "classes", None)
+    names = learned_facts(dataset).get("classes")
     if names:
         return len(names)
     target = first[1] if isinstance(first, tuple | list) and len(first) == 2 else None

@@ -1,7 +1,7 @@
 """Define Splits, which a data target returns, and what several targets share."""
 
-from collections.abc import Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -61,6 +61,18 @@ class RunSets(NamedTuple, Generic[_Set]):
 RunData = RunSets[Dataset]
 
 
+def label_remedy(label: int, is_mask: bool) -> str:
+    """Return the keys to type where the largest label is no class of data.meta.classes.
+
+    Args:
+        label: the largest.
+        is_mask: each example has a label for every pixel.
+    """
+    # As 255 does at the borders of objects in VOC and Cityscapes.
+    ignored = f"task.ignore_index={label} where {label} marks pixels that do not count, else "
+    return f"{ignored if is_mask else ''}data.meta.classes={label + 1}"
+
+
 def set_labels(kind: str, sets: Mapping[str, _Set]) -> dict[str, _Set]:
     """Return sets by the text that messages and metrics name them by: `val`, or `val/<name>`."""
     return {f"{kind}/{name}" if name else kind: part for name, part in sets.items()}
@@ -71,16 +83,18 @@ class TensorFields(Dataset):
 
     Args:
         fields: tensors [N, ...] by name, all of the same N.
+        facts: see runner.data.fingerprint.learned_facts.
 
     Raises:
         ValueError: there is no field, or they differ in N.
     """
 
-    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+    def __init__(self, fields: Mapping[str, Tensor], facts: Mapping[str, Any] = {}) -> None:
         if len({len(tensor) for tensor in fields.values()}) != 1:
             sizes = ", ".join(f"{name}: {len(tensor)}" for name, tensor in fields.items())
             raise ValueError(f"fields need one number of examples, got {sizes or 'no field'}")
         self.fields = dict(fields)
+        self.learned_facts = facts
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -124,7 +138,10 @@ def split_rows(count: int, val: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def split_fields(
-    fields: Mapping[str, Tensor], val: int, seed: int, kind: type[TensorFields] = TensorFields
+    fields: Mapping[str, Tensor],
+    val: int,
+    seed: int,
+    kind: Callable[..., TensorFields] = TensorFields,
 ) -> Splits:
     """Split examples at random.
 
@@ -132,7 +149,7 @@ def split_fields(
         fields: tensors [N, ...] by name.
         val: examples for validation.
         seed: of the split alone.
-        kind: of the data sets.
+        kind: class of the data sets, or a partial one.
 
     Raises:
         ValueError: the fields differ in N.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from runner.data.batch_layout import Batch
+from runner.data.splits import label_remedy
 from runner.data.step_samples import StepSamples, targets_of_steps
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.training.tasks.detection import Detection
@@ -59,7 +60,7 @@ def data_problems(
         if classes and has_classes and len(target) == len(indices):
             wrong = task.misplaced(target, classes)
         if wrong is not None and isinstance(target, Tensor) and target.numel():
-            lowest_labels.append(int(target.min()))
+            lowest_labels.append(int(target.masked_fill(target == IGNORED, classes or 0).min()))
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
                 first = target[int(wrong.nonzero()[0])]
@@ -150,7 +151,8 @@ def label_problem(target: Tensor, classes: int, least: int = 0) -> str:
     wrong = target[((target < 0) & (target != IGNORED)) | (target >= classes)]
     # The largest: that many classes hold all labels of this sample.
     label = int(wrong.max())
-    remedy = f"Fix it, or type data.meta.classes={label + 1}" if label >= classes else "Fix it"
+    keys = label_remedy(label, is_mask=target.ndim > 1)
+    remedy = f"Fix it, or type {keys}" if label >= classes else "Fix it"
     if (least, label) == (1, classes):
         remedy = "No label is 0: subtract 1 from all"
     return (

@@ -88,9 +88,9 @@ class PrecisionRecord(LoopRecord):
         super().__init__(accelerator, optimizer, source, settings, accelerator.is_main_process)
 
     @property
-    def loss_weight(self) -> float:
-        """Return the share by which Accelerate weights a micro-batch's loss."""
-        return 1 / self.owner.gradient_accumulation_steps
+    def micro_batch(self) -> int | None:
+        """Return Accelerate's number of the micro-batch, which is 0 for the last one of a pass."""
+        return self.owner.step
 
     @property
     def is_step_complete(self) -> bool:

@@ -129,8 +129,11 @@ class PrecisionCallback(Callback):
             return
         # Manual optimization may take several steps in one batch, each after a backward.
         self._end_step(trainer)
-        # Lightning has divided it by accumulate_grad_batches and multiplied it by the loss scale.
-        self.recorder.reader.add_loss(loss, is_scaled=True)
+        # Lightning has multiplied it by the loss scale, and by itself it divides the loss of each
+        # micro-batch by accumulate_grad_batches, which the last step of an epoch may not reach.
+        mean = loss.detach() * trainer.accumulate_grad_batches
+        micro_batch = trainer.fit_loop.batch_idx if pl_module.automatic_optimization else None
+        self.recorder.reader.add_loss(mean, micro_batch, is_scaled=True)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -152,7 +155,7 @@ class PrecisionCallback(Callback):
             return
         self._step += 1
         # training_step may return None, which leaves the batch out: Lightning counts a step.
-        if self.recorder.reader.loss is None:
+        if not self.recorder.reader.losses:
             self.recorder.reader.discard_step()
             return
         self.recorder.end_step(self._step, trainer.current_epoch + 1)

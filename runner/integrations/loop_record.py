@@ -97,7 +97,7 @@ class LoopRecord:
         assert self.recorder is not None
         result = backward(loss, *args, **kwargs)
         self.recorder.end_trace()
-        self.recorder.reader.add_loss(loss, self.loss_weight)
+        self.recorder.reader.add_loss(loss, self.micro_batch)
         if self.is_step_complete:
             self.recorder.reader.read_gradients(self.source.optimizer)
         return result
@@ -108,9 +108,10 @@ class LoopRecord:
         return step(*args, **kwargs)
 
     @property
-    def loss_weight(self) -> float:
-        """Return the share of a step's loss that a micro-batch's loss is."""
-        return 1.0
+    def micro_batch(self) -> int | None:
+        """Return the number of the micro-batch that backward was called for; None where the losses
+        of the loop are shares of the step's loss."""
+        return None
 
     @property
     def is_step_complete(self) -> bool:

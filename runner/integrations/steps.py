@@ -41,13 +41,14 @@ class StepReader:
         scaler: that scales the loss, enabled; None for none.
 
     Attributes:
-        loss: of the step so far; None before the first.
+        losses: of the step so far, by micro-batch.
+
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.scaler = scaler
-        self._examples = 0
-        self.loss: Tensor | None = None
+        self._examples: list[int] = []  # of each micro-batch
+        self.losses: dict[int | None, Tensor] = {}
         self._norms: Tensor | None = None
         self._scale: Tensor | None = None
         self._lr = 0.0
@@ -57,25 +58,35 @@ class StepReader:
         """Return whether the gradients of a step were read that has not ended."""
         return self._norms is not None
 
-    def add_loss(self, loss: Tensor, weight: float = 1.0, is_scaled: bool = False) -> None:
-        """Add the loss of a micro-batch to the step's.
+    def add_loss(
+        self, loss: Tensor, micro_batch: int | None = None, is_scaled: bool = False
+    ) -> None:
+        """Add a loss to those of its micro-batch.
 
         Args:
             loss: a scalar.
-            weight: share of the step's loss that it is.
+            micro_batch: number of the micro-batch whose mean the loss is. The step's loss is the
+                mean over its examples, however many micro-batches a trainer divides by. None: the
+                loss is a share of the step's loss, which is the sum of its shares.
             is_scaled: the loss is multiplied by the loss scale.
         """
         value = loss.detach().reshape(())
         if value.itemsize < 4:
             value = value.float()
-        value = value * weight
         if is_scaled and self.scaler is not None:
             value = value / scale_value(self.scaler)
-        self.loss = value if self.loss is None else self.loss + value
+        self.losses[micro_batch] = self.losses.get(micro_batch, 0) + value
 
     def add_examples(self, count: int) -> None:
-        """Add the examples of a micro-batch to the step's."""
-        self._examples += count
+        """Add the examples of a micro-batch to the step's; 0 where their number is not known."""
+        self._examples.append(count)
+
+    def _mean_loss(self) -> Tensor:
+        """Return the loss of the step: the mean over its examples, or the sum of its shares."""
+        losses = list(self.losses.values())
+        is_known = len(self._examples) == len(losses) and all(self._examples)
+        weights = self._examples if is_known and len(losses) > 1 else [1] * len(losses)
+        return torch.stack([*map(torch.mul, losses, weights)]).sum() / sum(weights)
 
     def read_gradients(self, optimizer: Optimizer, is_added: bool = False) -> None:
         """Read the gradient norms, the loss scale and the learning rate of the step.
@@ -116,7 +127,7 @@ class StepReader:
         Raises:
             ConfigError: there was no loss, or no gradients were read.
         """
-        if self.loss is None or self._norms is None:
+        if not self.losses or self._norms is None:
             raise ConfigError(
                 f"step {step} had no backward of a loss, so there is nothing to record."
             )
@@ -130,8 +141,8 @@ class StepReader:
             epoch=epoch,
             lr=self._lr,
             ended_at=time.perf_counter(),
-            examples=self._examples,
-            loss=self.loss,
+            examples=sum(self._examples),
+            loss=self._mean_loss(),
             norms=self._norms,
             scale=self._scale,
             found_inf=found_inf,
@@ -141,9 +152,9 @@ class StepReader:
 
     def discard_step(self) -> None:
         """Begin the next step without a record of this one."""
-        self.loss = None
+        self.losses.clear()
         self._norms = None
-        self._examples = 0
+        self._examples.clear()
 
 
 def scale_value(scaler: torch.amp.GradScaler) -> Tensor:

@@ -214,12 +214,15 @@ def evaluation_metrics(metrics: Mapping[str, Any], datasets: Any) -> dict[str, f
         `val/<metric>`, too.
     """
     sets = list(datasets) if isinstance(datasets, Mapping) else []
+    # The Trainer times each set alone, so that the time names the set: the name of one set, or of
+    # its metric, may begin with the name of another set.
+    timed = sorted((one for one in sets if f"eval_{one}_runtime" in metrics), key=len)
     values: dict[str, float] = {}
     for name, value in metrics.items():
         key = name.removeprefix("eval_")
         if key == name or key.endswith(_NOT_METRICS) or not isinstance(value, int | float):
             continue
-        owner = next((one for one in sets if key.startswith(f"{one}_")), None)
+        owner = next((one for one in reversed(timed) if key.startswith(f"{one}_")), None)
         if owner is None:
             values[f"val/{key}"] = float(value)
             continue

@@ -68,9 +68,9 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
         raise ConfigError("mode=evaluate takes the checkpoint's adapter. Leave adapter= out.")
     groups = ("model", "adapter", "data", "task", "precision")
     # A key within a group that was typed changes the checkpoint's group.
-    typed = typed_overrides(invocation)
-    untyped = [key for key in groups if key not in typed]
     config = saved.config("checkpoint")
+    typed = typed_overrides(invocation, config.values)
+    untyped = [key for key in groups if key not in typed]
     nodes = {key: config.values.get(key, {}) for key in untyped}
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
     nodes |= {key: config.values[key] for key in ("seed", "deterministic") if key in config.values}
@@ -97,7 +97,7 @@ def evaluate_checkpoint(
     """
     spec = run.spec
     start = perf_counter()
-    loaders = prepare_loaders(run)
+    loaders = prepare_loaders(run, saved.content)
     validation = loaders.val
     average = saved.content.get(AVERAGE_KEY)
     if average is not None:

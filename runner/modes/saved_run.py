@@ -36,13 +36,24 @@ TARGET_GROUPS = (
     *("precision", "model", "adapter", "data", "task", "optimizer", "scheduler", "callbacks"),
 )
 """Groups whose targets a saved run names."""
+GIVEN_DATA = "runner.api.objects.given_data"
 RUN_KEYS = (*TARGET_GROUPS[:-1], "train", "init", "seed")
 """Top-level keys that a run's training is repeated with."""
 
 
-def typed_overrides(invocation: Invocation) -> dict[str, str]:
-    """Return the overrides that were typed, by their keys without marks (`+`, `~`)."""
-    return {override_key(text): text for text in invocation.overrides}
+def typed_overrides(invocation: Invocation, saved: Mapping[str, Any] = {}) -> dict[str, str]:
+    """Return the overrides that were typed, by their keys without marks (`+`, `~`).
+
+    Args:
+        invocation: what was typed.
+        saved: settings of a run. `data=` is left out where it names the run's own target, as it
+            must before any key of that target is typed: the run's other keys stay as they were.
+    """
+    typed = {override_key(text): text for text in invocation.overrides}
+    target = (invocation.composed_config or {}).get("data", {}).get("_target_")
+    if target == saved.get("data", {}).get("_target_", "") != GIVEN_DATA:
+        typed.pop("data", None)
+    return typed
 
 
 def folder_config(folder: Path, key: str) -> SavedConfig | None:
@@ -129,12 +140,12 @@ def merge(
     merged = composed | {key: config.values[key] for key in keys if key in config.values}
     # What is typed is copied before anything is resolved, so that its interpolations read the
     # run's values.
-    typed = typed_overrides(invocation)
+    typed = typed_overrides(invocation, config.values)
     for key in typed:
         copy_key(composed, merged, key.split("."))
     # Data that are given as objects replace the data, not what the run does with them.
     before = config.values.get("data", {})
-    if merged["data"].get("_target_") == "runner.api.objects.given_data":
+    if merged["data"].get("_target_") == GIVEN_DATA:
         keys_of_run = [k for k in ("shuffle", "sampler", "collate") if f"data.{k}" not in typed]
         merged["data"] = merged["data"] | {k: before[k] for k in keys_of_run if k in before}
     try:

@@ -39,7 +39,7 @@ from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
 from runner.training.state import TrainState, saved_state
 from runner.training.step import loss_of
-from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError
+from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError, refuse
 from runner.utils.formatting import first_names, format_percent, now_ms
 from runner.utils.reproducibility import saved_forward_state, seed_all
 from runner.utils.secrets import redact_values
@@ -53,11 +53,15 @@ _ROUNDING_LINES = {
 """What a run that compiles prints, by train.compile_rounding."""
 
 
-def prepare_loaders(run: RunContext) -> RunLoaders:
+def prepare_loaders(run: RunContext, saved: Mapping[str, Any]) -> RunLoaders:
     """Build, report and check the loaders of a run's data sets, those that its mode reads.
 
     The generators are seeded before the data and again after it, so that the weights follow from
     the seed, whatever numbers a data set draws.
+
+    Args:
+        run: the run.
+        saved: content of the checkpoint that the run continues or evaluates; empty without one.
 
     Raises:
         ConfigError: a data set does not fit the command.
@@ -71,6 +75,8 @@ def prepare_loaders(run: RunContext) -> RunLoaders:
     trains = run.spec.mode == "train"
     if not trains:
         del labelled["train"]
+    datasets = {label: loader.dataset for label, loader in labelled.items()}
+    refuse(fingerprint.fact_problems(saved.get("learned", {}), "the checkpoint", datasets))
     # Of several processes the others would not know that a wait was interrupted.
     if trains and rank.world_size == 1:
         for loader in labelled.values():

@@ -79,7 +79,7 @@ def train(
     start = perf_counter()
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
-        loaders = prepare_loaders(run)
+        loaders = prepare_loaders(run, resumed.content if resumed else {})
         loaders.train.start = starting_point(resumed)
         make = starting_model(run.setup, resumed)
         built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])

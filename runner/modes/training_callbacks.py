@@ -12,6 +12,7 @@ from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.checkpoint.locate import checkpoints_in
 from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
+from runner.data.fingerprint import learned_facts
 from runner.data.sampling import restored_random_state
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import BatchLoader, StreamLoader, reads_of
@@ -222,6 +223,7 @@ class TrainingCallbacks:
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
         rest["device"] = self.run.device_name
+        rest["learned"] = learned_facts(self._loader.dataset)
         reads = reads_of(self._loader, self.state.epoch, self.state.position)
         rest["reads"] = [[*read] for read in reads]
         invocation = self.run.invocation

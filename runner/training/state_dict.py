@@ -236,6 +236,10 @@ def checkpoint_state_dict(
     """
     # The tracking section may hold credentials of a store, and says nothing about the training.
     stored_spec = {**redacted_dict(spec), "tracking": {}}
+    # Where the data take names of classes, those of the training travel with the weights.
+    names = resume_state.get("learned", {}).get("classes")
+    if names and "class_names" in stored_spec["data"]:
+        stored_spec["data"]["class_names"] = names
     model = state.plain_model
     # A schedule that still waits for its found-inf flag would be stored a step late.
     for scheduled in state.optimizers:

@@ -98,6 +98,13 @@ def test_casting_and_mapping_keep_the_kind_of_inputs(inputs):
         assert first.dtype is torch.float64
 
 
+def test_a_label_that_does_not_count_reaches_the_task_as_that_of_cross_entropy():
+    masks = torch.tensor([[0, 255], [1, 255]], dtype=torch.uint8)
+    _, target = BatchLayout(ignored_label=255).split((X[:2], masks))
+    assert target.tolist() == [[0, -100], [1, -100]]
+    assert BatchLayout().split((X[:2], masks))[1] is masks
+
+
 def test_a_loader_splits_the_tensors_of_a_data_set():
     options = LoaderOptions(layout=BatchLayout(inputs=("a", "b")))
     cpu = torch.device("cpu")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from items import CPU
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.config.schema import DebugSpec, RunSpec, TrainSpec
 from runner.data.build import build_data, build_run_loaders, splits_problems
@@ -95,7 +95,7 @@ def test_data_of_true_descriptions_are_returned(target, count, meta):
 
 
 @pytest.mark.parametrize(
-    ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", "")]
+    ("target", "named"), [("tensors", ": sample 2 has the label 2"), ("images", ": a, b, c")]
 )
 def test_every_wrong_description_is_refused(target, named):
     with pytest.raises(ConfigError) as error:
@@ -111,6 +111,22 @@ def shifted(count):
     """Labels 1 to 3."""
     pairs = TensorDataset(torch.zeros(count, 2), torch.arange(count) % 3 + 1)
     return pairs, pairs
+
+
+def masks():
+    """Masks of 4 x 4 pixels with two classes, of which the border of example 3 is none."""
+    labels = torch.zeros(6, 4, 4, dtype=torch.int64)
+    labels[:, 2:] = 1
+    labels[3, 0] = 255
+    pairs = TensorDataset(torch.zeros(6, 3, 4, 4), labels)
+    return pairs, pairs
+
+
+def unlike(names):
+    """Data sets whose classes have other numbers."""
+    first, second = Images(), Images()
+    second.classes = names
+    return first, Subset(second, [0, 1])
 
 
 def batches(count):
@@ -143,6 +159,13 @@ def test_real_targets_have_no_classes():
         ("tensors", {"meta": 5}, "data.meta=5 is no mapping"),
         ("tensors", {"meta": {"input": 5}}, "data.meta.input=5, but an example has the shape"),
         ("shifted", {"count": 6, "meta": {"classes": 3}}, "labels are 1 to 3, and no label is 0"),
+        (
+            "masks",
+            {"meta": {"classes": 2}},
+            "sample 3 has the label 255. Type task.ignore_index=255 where 255 marks pixels that",
+        ),
+        ("unlike", {"names": ["a", "c"]}, "train set and of the val set differ: b on one side"),
+        ("unlike", {"names": ["b", "a", "c"]}, "the val set differ. Give both the same: class"),
         ("batches", {"count": 8, "meta": {"input": [2]}}, r"batches of 8, .*train.batch_size=8"),
         ("tensors", {"meta": {"classes": "ten"}}, "data.meta.classes=ten: type a whole number"),
     ],

@@ -61,8 +61,6 @@ def test_missing_folder(tmp_path):
         ({}, "no classes"),
         ({".": COLOURS, "violet": ()}, "violet"),  # a class without images
         ({"train": COLOURS}, "val"),
-        # Each side would number its classes in its own way.
-        ({"train": COLOURS, "val": ["red"]}, "green on one side only"),
     ],
 )
 def test_folders_without_images_of_every_class_are_refused(tmp_path, folders, message):
@@ -71,6 +69,52 @@ def test_folders_without_images_of_every_class_are_refused(tmp_path, folders, me
         write(tmp_path / name, classes)
     with pytest.raises(ConfigError, match=message):
         imagefolder(str(tmp_path))
+
+
+def test_hidden_files_and_folders_are_no_images_and_no_classes(tmp_path):
+    write(tmp_path)
+    for name in (".ipynb_checkpoints", "red/.ipynb_checkpoints", "__MACOSX"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "0-checkpoint.png")
+    (tmp_path / "green" / "._0.png").write_bytes(b"no image")
+    train, val = imagefolder(str(tmp_path), size=8)
+    assert train.dataset.classes == ["green", "red"]
+    assert len(train) + len(val) == 10
+
+
+def test_named_classes_keep_their_numbers_where_a_folder_is_missing(tmp_path):
+    write(tmp_path, ["red"], count=10)
+    train, _ = imagefolder(str(tmp_path), size=8, class_names=["violet", "red", "green"])
+    assert {label for _, label in train} == {1}
+    with pytest.raises(ConfigError, match="red is none of the classes green, violet"):
+        imagefolder(str(tmp_path), size=8, class_names=["green", "violet"])
+
+
+@pytest.mark.parametrize(
+    ("form", "orientation"), [("JPEG", 3), ("JPEG", 6), ("PNG", 8), ("TIFF", 3), ("WEBP", 2)]
+)
+@pytest.mark.parametrize("mode", ["RGB", "I;16"])
+def test_images_are_upright_as_exif_says(form, orientation, mode):
+    if mode == "I;16" and form in ("JPEG", "WEBP"):
+        pytest.skip(f"{form} holds no 16 bits")
+    stored = np.zeros((8, 12), np.uint8)
+    stored[:, :4] = 255
+    turns = {2: np.fliplr, 3: lambda a: np.rot90(a, 2), 6: lambda a: np.rot90(a, -1), 8: np.rot90}
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    pixels = stored.astype(np.uint16) * 257 if mode == "I;16" else stored
+    image = Image.fromarray(pixels)
+    (image if mode == "I;16" else image.convert(mode)).save(file, form, exif=exif)
+    levels = np.asarray(decoded_image(file, "here").convert("L" if mode == "RGB" else "F"))
+    bright = levels > levels.max() / 2
+    assert (bright == (turns[orientation](stored) > 0)).all()
+
+
+def test_an_image_with_damaged_exif_data_stays_as_it_is_stored():
+    file = io.BytesIO()
+    Image.new("RGB", (4, 2)).save(file, "JPEG", exif=b"Exif\0\0no TIFF header")
+    assert decoded_image(file, "here").size == (4, 2)
 
 
 RAMP = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)

@@ -11,12 +11,13 @@ import torch
 from PIL import Image
 from pyarrow import parquet as pq
 from tiny_models import word_tokenizer
+from tokenizers import processors
 
 from runner.data.datasets.hf_dataset import hf_dataset
 from runner.data.datasets.imagefolder import imagefolder
 from runner.data.datasets.npz import npz
 from runner.data.datasets.parquet import parquet
-from runner.data.fingerprint import describe_data
+from runner.data.fingerprint import describe_data, learned_facts
 from runner.data.splits import TextPairs, split_fields
 from runner.utils.errors import ConfigError
 
@@ -212,6 +213,55 @@ def test_pairs_of_text_columns_are_inputs_and_labels(rows, folder):
     assert pairs.fields["input_ids"].tolist() == [[1, 2, 4, 0], [2, 4, 0, 0]]
     assert pairs.fields["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
     assert pairs.fields["labels"].tolist() == [[3, 4, -100, -100], [1, 1, 4, -100]]
+
+
+@pytest.mark.parametrize("target", ["kind", "text"])
+def test_a_cut_text_keeps_the_end_that_its_tokenizer_adds(rows, tmp_path, caplog, target):
+    fast = word_tokenizer([*WORDS, "</s>"], unk_token="[UNK]", eos_token="</s>")
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 4)]
+    )
+    fast.save_pretrained(tmp_path / "ending")
+    given = {"text": "text", "target": target, "tokenizer": str(tmp_path / "ending"), "length": 4}
+    fields = parquet(rows, val_path=rows, end_token="auto", **given).val.fields
+    for name in ("input_ids", "labels") if target == "text" else ("input_ids",):
+        assert fields[name][2].tolist() == [3, 1, 2, 4]
+    assert "2 of 6 texts are cut at data.length=4" in caplog.text
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["class", "list of classes"])
+def test_names_of_classes_in_a_file_are_facts_of_its_data(tmp_path, cache, nested):
+    label = cache.ClassLabel(names=["no", "yes"])
+    kinds = [[0, 1], [1, 1]] if nested else [0, 1]
+    features = {"size": cache.Value("float32"), "kind": cache.List(label) if nested else label}
+    data = cache.Dataset.from_dict(
+        {"size": [1.0, 2.0], "kind": kinds}, features=cache.Features(features)
+    )
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    for path in (str(tmp_path / "saved"), str(tmp_path / "rows.parquet")):
+        for part in columns(path, val=path):
+            assert learned_facts(part) == {"classes": ["no", "yes"]}
+    # The names count, and not what else a file's writer put there.
+    table = pq.read_table(tmp_path / "rows.parquet").replace_schema_metadata({"huggingface": "[]"})
+    pq.write_table(table, tmp_path / "other.parquet")
+    other = str(tmp_path / "other.parquet")
+    assert learned_facts(parquet(other, columns=["size"], target="kind", val_path=other).val) == {}
+
+
+def test_another_vocabulary_is_another_fact(rows, tmp_path, tokenizer):
+    word_tokenizer([*reversed(WORDS)]).backend_tokenizer.save(str(tmp_path / "reversed.json"))
+    given = {"text": "text", "val_path": rows}
+    known, same, other = (
+        learned_facts(parquet(rows, tokenizer=path, length=length, **given).train)
+        for path, length in ((tokenizer, 4), (tokenizer, 6), (str(tmp_path / "reversed.json"), 4))
+    )
+    assert known == same != other
+
+
+def test_hidden_files_of_a_folder_are_left_out(rows):
+    (Path(rows) / "._0.parquet").write_bytes(b"no table")
+    assert len(parquet(rows, columns=["size"], target="kind", val_path=rows).train) == 6
 
 
 def test_a_folder_of_a_hugging_face_tokenizer_is_loaded(rows, tmp_path):

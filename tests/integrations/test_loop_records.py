@@ -64,6 +64,21 @@ def test_backwards_without_a_step_of_the_record_are_warned_of(lab, capsys):
     assert "nothing is recorded. Call record.step() in each step." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("counts", "loss"), [((3, 1), 3.0), ((0, 0), 4.0)], ids=["told", "not told"]
+)
+def test_micro_batches_weigh_as_many_examples_as_they_have(counts, loss):
+    reader = steps.StepReader(None)
+    for number, count in enumerate(counts):
+        # Two losses of one micro-batch are summed: 2 and 6 are the means over its examples.
+        reader.add_loss(torch.tensor(1.0), number)
+        reader.add_loss(torch.tensor(1.0 + 4 * number), number)
+        reader.add_examples(count)
+    reader.read_gradients(torch.optim.SGD(tiny_net().parameters()))
+    record = reader.end_step(1, 1)
+    assert (float(record.loss), record.examples) == (loss, sum(counts))
+
+
 def test_slow_steps_are_sent_before_their_block_is_full(monkeypatch):
     buffer = Mock(ready_records=list)
     monkeypatch.setattr(steps, "RecordBuffer", lambda state: buffer)

@@ -83,6 +83,19 @@ def test_micro_batches_make_one_step(lab, trainer):
     assert list(lab.points(four, "train/loss")) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("trainer", ["transformers", "lightning", "accelerate"])
+def test_the_loss_of_a_step_with_fewer_micro_batches_is_the_mean(lab, trainer):
+    """The last step of an epoch has the micro-batches that are left: here 4 of 5, or 3 of 4."""
+    train = TRAININGS[trainer]
+    train(steps=1, size=64, folder="one")
+    # Lightning says how many examples a micro-batch has: 28, 28 and 8.
+    size, accumulation = (28, 4) if trainer == "lightning" else (16, 5)
+    train(steps=1, size=size, accumulation=accumulation, folder="partial")
+    one, partial = (lab.result(lab.folder / name) for name in ("one", "partial"))
+    losses = lab.points(partial, "train/loss")
+    assert losses == pytest.approx(lab.points(one, "train/loss"), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("error", "ending", "text"),
     [

@@ -44,12 +44,25 @@ def test_an_evaluation_after_the_training_belongs_to_its_run(lab):
 
 
 def test_several_evaluation_sets_have_a_metric_each():
-    metrics = {"eval_a_loss": 1.0, "eval_b_loss": 2.0, "eval_a_runtime": 3.0, "epoch": 1}
+    times = {"eval_a_runtime": 3.0, "eval_b_runtime": 3.0}
+    metrics = {"eval_a_loss": 1.0, "eval_b_loss": 2.0, **times, "epoch": 1}
     assert evaluation_metrics(metrics, {"a": [], "b": []}) == {
         "val/a/loss": 1.0,
         "val/loss": 1.0,
         "val/b/loss": 2.0,
     }
+
+
+@pytest.mark.parametrize("order", [("val", "val_hard"), ("val_hard", "val")])
+def test_evaluation_sets_whose_names_begin_alike_keep_their_metrics(order):
+    sets = dict.fromkeys(order)
+    # The second is a metric of the set val that is called hard_loss.
+    easy = {"eval_val_loss": 1.0, "eval_val_hard_loss": 3.0, "eval_val_runtime": 0.1}
+    hard = {"eval_val_hard_loss": 2.0, "eval_val_hard_runtime": 0.1}
+    recorded = evaluation_metrics(easy, sets) | evaluation_metrics(hard, sets)
+    named = {key: value for key, value in recorded.items() if key.count("/") == 2}
+    assert named == {"val/val/loss": 1.0, "val/val/hard_loss": 3.0, "val/val_hard/loss": 2.0}
+    assert recorded["val/loss"] == {"val": 1.0, "val_hard": 2.0}[order[0]]
 
 
 def half_scaler():

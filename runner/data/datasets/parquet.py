@@ -17,7 +17,8 @@ def parquet(
 
     Args:
         columns: keys of their own, see TableColumns.
-        path: a file, or a folder whose *.parquet are read in the order of their names.
+        path: a file, or a folder whose *.parquet are read in the order of their names, but for
+            hidden ones.
         val_path: of the validation set; None takes val_fraction of path's examples.
         val_fraction: share for validation, between 0 and 1.
 
@@ -35,7 +36,7 @@ def _read(path: str, columns: TableColumns) -> Any:
     from pyarrow import parquet as pq
 
     where = Path(path)
-    files = sorted(where.glob("*.parquet")) if where.is_dir() else [where]
+    files = sorted(where.glob("[!.]*.parquet")) if where.is_dir() else [where]
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"data=parquet: no parquet file is at {path}. Type data.path=<file>.")
     try:

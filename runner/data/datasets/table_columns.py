@@ -1,10 +1,12 @@
 """Make data sets of the columns of an Arrow table: numbers, texts through a tokenizer, images."""
 
 import io
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -30,6 +32,8 @@ from runner.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_TEXTS = "Texts are read with data.text=<column> data.tokenizer=<path>"
+_CLASSES = "Number the classes from 0; other targets are numbers, too"
 _TOKEN_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels")
 """Fields that data.text becomes."""
 
@@ -41,9 +45,25 @@ class _Tokenizer:
     loaded: Any
     end: tuple[str, int] | None = None
 
-    def rows(self, texts: list[str], is_target: bool, ends_texts: bool) -> list[list[int]]:
-        """Return the tokens of each text, with the end token where it has no end yet."""
-        rows = self.loaded(**{"text_target" if is_target else "text": texts})["input_ids"]
+    def rows(
+        self, texts: list[str], is_target: bool, ends_texts: bool, length: int | None
+    ) -> list[list[int]]:
+        """Return the tokens of each text, with the end token where it has no end yet.
+
+        Args:
+            texts: to be tokenized.
+            is_target: they are an encoder-decoder's targets.
+            ends_texts: add the end token.
+            length: tokens of the longest row. The tokenizer cuts a longer text, so that it keeps
+                the tokens that the tokenizer itself adds ([SEP], </s>). None cuts nothing.
+        """
+        limits = {} if length is None else {"truncation": True, "max_length": length}
+        encoded = self.loaded(**{"text_target" if is_target else "text": texts}, **limits)
+        # A tokenizer in Python has no encodings.
+        cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
+        if cut:
+            log.warning("%d of %d texts are cut at data.length=%d", cut, len(texts), length)
+        rows = encoded["input_ids"]
         if self.end is None or not ends_texts:
             return rows
         # A text that BERT's tokenizer ends with [SEP], XLNet's with <cls>, has its end.
@@ -62,6 +82,7 @@ class EncodedImages(Dataset):
         rows: of the column, which are the examples: int64.
         transform: takes an image of decoded_image.
         source: names the column in messages, for example `data=parquet: column photo`.
+        learned_facts: see runner.data.fingerprint.learned_facts.
     """
 
     images: Sequence[Any]
@@ -69,6 +90,7 @@ class EncodedImages(Dataset):
     rows: Tensor
     transform: Callable[[Any], Tensor]
     source: str
+    learned_facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -115,7 +137,8 @@ class TableColumns:
             A column of texts, beside `text`, becomes the tokens of an encoder-decoder's targets.
         text: the column with texts, which become the fields input_ids and attention_mask.
         tokenizer: a local folder that transformers loads, or a tokenizer.json.
-        length: tokens of an example: longer texts are cut, shorter ones padded at the end.
+        length: tokens of an example: longer texts are cut by the tokenizer, which keeps the tokens
+            that it adds, such as [SEP]; shorter ones are padded at the end.
         end_token: the token after each text that does not end with one: a token, True for that of
             the tokenizer, `auto` for that one where the tokenizer has one and tokens are targets,
             False for none.
@@ -205,9 +228,7 @@ class TableColumns:
     @property
     def names(self) -> list[str]:
         """Return the columns that are read, each once."""
-        names = [*(self.columns or ()), self.text, self.target]
-        if self.image is not None:
-            names = [self.image, self.label]
+        names = [*(self.columns or ()), self.text, self.target, self.image, self.label]
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def check_present(self, where: object, present: Sequence[str]) -> None:
@@ -243,10 +264,23 @@ class TableColumns:
             value = str(self.end_token).lower()
             log.warning("data=%s: %s (data.end_token=%s)%s", self.source, ending, value, joined)
         kind = TextPairs if self._has_target_texts(train) else TensorFields
+        facts = self._facts(train)
         if val is not None:
-            return Splits(kind(fields), kind(self._fields(val)))
+            return Splits(kind(fields, facts), kind(self._fields(val), self._facts(val)))
         count = held_out(len(fields["labels"]), val_fraction, self.source)
-        return split_fields(fields, count, self.seed, kind)
+        return split_fields(fields, count, self.seed, partial(kind, facts=facts))
+
+    def _facts(self, table: Any) -> dict[str, Any]:
+        """Return the tokenizer's vocabulary, and the names of classes where the table has them:
+        Hugging Face's datasets write those of a ClassLabel column into the schema."""
+        facts = {}
+        if self._tokenizer is not None:
+            facts["vocabulary"] = str(sorted(self._tokenizer.loaded.get_vocab().items()))
+        with suppress(LookupError, TypeError, ValueError):  # whoever wrote the file
+            schema = json.loads(table.schema.metadata[b"huggingface"])
+            feature = schema["info"]["features"][self.label or self.target]
+            facts["classes"] = feature.get("feature", feature)["names"]  # of a list, its items
+        return facts
 
     def _has_target_texts(self, table: Any) -> bool:
         return bool(self.text and self.target) and "string" in str(table[self.target].type)
@@ -257,24 +291,19 @@ class TableColumns:
         return self.end_token != "auto" or is_generated
 
     def _image_splits(self, train: Any, val: Any, val_fraction: float) -> Splits:
-        images, labels = self._images_and_labels(train)
         if val is None:
             count = held_out(len(train), val_fraction, self.source)
             rows, val_rows = split_rows(len(train), count, self.seed)
-            val_images, val_labels = images, labels
+            val = train
         else:
             rows, val_rows = torch.arange(len(train)), torch.arange(len(val))
-            val_images, val_labels = self._images_and_labels(val)
-        source = f"data={self.source}: column {self.image}"
-        crop = image_transform(self.size, self.augment)
-        val_crop = image_transform(self.size, augment=False)
         return Splits(
-            EncodedImages(images, labels, rows, crop, source),
-            EncodedImages(val_images, val_labels, val_rows, val_crop, source),
+            self._encoded_images(train, rows, self.augment),
+            self._encoded_images(val, val_rows, augment=False),
         )
 
-    def _images_and_labels(self, table: Any) -> tuple[Any, Tensor]:
-        """Return the column of encoded images, and their classes, int64 [N]."""
+    def _encoded_images(self, table: Any, rows: Tensor, augment: bool) -> EncodedImages:
+        """Return the data set of some rows of a table."""
         import pyarrow as pa
 
         kind = table[self.image].type
@@ -285,12 +314,14 @@ class TableColumns:
                 "or Hugging Face's {bytes, path}). Type data.image=<another column>"
             )
         assert self.label is not None
-        labels = as_target(self._array(table, self.label, "Number the classes from 0"))
+        labels = as_target(self._array(table, self.label, _CLASSES))
         if labels.is_floating_point() or labels.ndim != 1:
             kind = table[self.label].type
             wanted = "Type data.label=<a column of integers from 0>"
             raise self._error(f"column {self.label} holds {kind}, no classes. {wanted}")
-        return table[self.image], labels
+        crop = image_transform(self.size, augment)
+        source = f"data={self.source}: column {self.image}"
+        return EncodedImages(table[self.image], labels, rows, crop, source, self._facts(table))
 
     def _fields(self, table: Any) -> dict[str, Tensor]:
         fields = {name: as_input(self._array(table, name)) for name in self.columns or ()}
@@ -300,12 +331,12 @@ class TableColumns:
         if self._has_target_texts(table):
             fields["labels"] = self._padded(self._token_rows(table, self.target))["labels"]
         elif self.target is not None:
-            fields["labels"] = as_target(self._array(table, self.target))
+            fields["labels"] = as_target(self._array(table, self.target, _CLASSES))
         if "labels" not in fields:
             raise self._error("no column is the target. Type data.target=<name>")
         return fields
 
-    def _array(self, table: Any, name: str, remedy: str = "") -> np.ndarray:
+    def _array(self, table: Any, name: str, remedy: str = _TEXTS) -> np.ndarray:
         """Return a column of numbers, or of lists of one length, as an array [N, ...]."""
         column = table[name]
         if column.null_count:
@@ -318,7 +349,6 @@ class TableColumns:
                 f"the lists of column {name} differ in length. Pad them to one length"
             ) from error
         if array.dtype.kind not in "fiub":
-            remedy = remedy or f"Texts are read with data.text={name} data.tokenizer=<path>"
             raise self._error(f"column {name} holds {column.type}, no numbers. {remedy}")
         # Arrow's own memory, a file perhaps, is not writable, of which torch warns.
         return array if array.flags.writeable else array.copy()
@@ -334,7 +364,8 @@ class TableColumns:
                 "data.text=<another column>, or data.columns=[<names>] for numbers"
             )
         assert self._tokenizer is not None
-        return self._tokenizer.rows(texts, name == self.target, self._ends_texts(table))
+        length = None if self.packing else self.length
+        return self._tokenizer.rows(texts, name == self.target, self._ends_texts(table), length)
 
     def _padded(self, rows: list[list[int]]) -> dict[str, Tensor]:
         """Return input_ids, attention_mask and labels, int64 [N, length] each."""

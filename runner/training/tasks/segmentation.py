@@ -13,12 +13,14 @@ from runner.utils.errors import ConfigError
 
 
 class Segmentation(TensorTask):
-    """Cross entropy over logits [B, C, H, W] and classes int64 [B, H, W], of which -100 does not
-    count.
+    """Cross entropy over logits [B, C, H, W] and classes [B, H, W], of which -100 and ignore_index
+    do not count.
 
     Args:
         aux_weight: what the loss of the output's part `aux`, the auxiliary head of torchvision's
             models, is multiplied by in training; 0 leaves it out. The metrics are without it.
+        ignore_index: label of the pixels that do not count, such as the 255 at the borders of VOC
+            and Cityscapes.
         inputs, target, loss: see TensorTask.
         output: see TensorTask; None takes the part `out` of a dict that has it, too.
 
@@ -37,6 +39,7 @@ class Segmentation(TensorTask):
         output: str | int | None = None,
         loss: Callable[..., Any] | None = None,
         aux_weight: float = 0.0,
+        ignore_index: int = IGNORED,
     ) -> None:
         super().__init__(inputs, target, output, loss)
         if not 0 <= aux_weight < float("inf"):
@@ -44,6 +47,7 @@ class Segmentation(TensorTask):
                 f"task.aux_weight={aux_weight} does not fit. Allowed: a number, 0 or more."
             )
         self.aux_weight = aux_weight
+        self.ignored_label = ignore_index
 
     def loss(self, output: Any, target: Tensor) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """Return the mean cross entropy per pixel, in nats, or the loss that task.loss names.

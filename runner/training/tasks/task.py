@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.data.batch_layout import BatchLayout
+from runner.data.splits import IGNORED_LABEL as IGNORED
 from runner.data.task_target import TaskAdditions
 from runner.utils.errors import ConfigError, ModelError
 from runner.utils.stop_signals import Stopped
@@ -109,6 +110,8 @@ class Task(ABC):
     """The field of a dict batch that holds the target; None looks for the usual names."""
     passes_target: bool = False
     """Whether the model takes the target, too, as one that returns its loss does."""
+    ignored_label: int = IGNORED
+    """The label that does not count in the data, in place of which loss and metrics get -100."""
     layout: type[BatchLayout] = BatchLayout
     """Class that splits the batches."""
     evaluates_losses: bool = False
@@ -230,9 +233,6 @@ _DIRECTIONS = {
     "iou": "max",
 }
 """Whichever is better of the metrics of the built-in tasks."""
-
-IGNORED = -100
-"""The label that torch's cross entropy leaves out."""
 
 
 def count_labels(target: Tensor) -> Tensor:

@@ -105,8 +105,8 @@ def _check(loss: object) -> None:
     ignored = getattr(loss, "ignore_index", IGNORED)
     if ignored != IGNORED:
         raise ConfigError(
-            f"task.loss.ignore_index={ignored}: labels that do not count are {IGNORED} in every "
-            f"task. Leave it out, and have the data set yield {IGNORED} for them."
+            f"task.loss.ignore_index={ignored}: with task=segmentation type task.ignore_index="
+            f"{ignored} in its place. Other tasks leave {IGNORED} out: have the data set yield it."
         )
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise ConfigError(
