@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.config.commands import SYNC
+from runner.config.signature import describe_key_location
 from runner.tracking import journal as journals
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import UploadState
-from runner.tracking.uri import check_store, resolve_uri
+from runner.tracking.uri import check_store, is_users_store, resolve_uri
 from runner.tracking.writer_process import WriterProcess
 from runner.utils.secrets import redact
 
@@ -49,7 +50,8 @@ def sync(argv: Sequence[str]) -> int:
     for folder in folders:
         for path in pending.find_journals(folder):
             state = pending.journal_state(path)
-            moves = state == "stored" and uri is not None and _store_uri(path) not in ("", uri)
+            stored_at, _ = pending.named_store(path)
+            moves = state == "stored" and uri is not None and stored_at not in ("", uri)
             states[path] = "pending" if moves else state
     counts = Counter(states.values())
     # The process of a run that is training uploads its journal itself.
@@ -99,6 +101,13 @@ def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None
 
     A run that its store has already keeps its experiment while it stays in that store.
     """
+    old_uri, signature = pending.named_store(path)
+    if uri is None and old_uri and not is_users_store(old_uri, signature):
+        return (
+            f"its journal names the store {redact(old_uri)}, which is neither signed with your key "
+            f"({describe_key_location()}) nor that of this command. Nothing is sent there. Type "
+            "tracking.uri=<store> to upload it to a store that you trust"
+        )
     if uri is None and experiment is None:
         return None
     progress = UploadState(path)
@@ -108,7 +117,6 @@ def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None
             return "another process is uploading it"
         time.sleep(0.1)
     try:
-        old_uri = _store_uri(path)
         new_uri = uri or old_uri
         if new_uri != old_uri or (experiment and not progress.run_id and not progress.done):
             progress.change_store(new_uri, experiment)
@@ -163,14 +171,6 @@ def _outcome(one: JournalStatus) -> str:
             status = record["status"]
     if state.run_id is None:
         return "nothing was recorded"
-    store = redact(_store_uri(one.journal))
+    uri, _ = pending.named_store(one.journal)
     without = f"; left out: {state.first_error}" if state.first_error else ""
-    return f"uploaded to {store} as run {state.run_id}, {status}, {points:,} points{without}"
-
-
-def _store_uri(journal: Path) -> str:
-    """Return the store that a journal goes to; empty if not even its start was written."""
-    state = UploadState(journal)
-    state.read()
-    start = next((record for record, _ in journals.read_records(journal)), {})
-    return state.uri or start.get("uri", "")
+    return f"uploaded to {redact(uri)} as run {state.run_id}, {status}, {points:,} points{without}"

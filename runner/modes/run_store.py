@@ -20,6 +20,7 @@ from runner.config.signature import describe_key_location, is_signed
 from runner.distributed import torchrun
 from runner.modes.saved_run import folder_config
 from runner.tracking import journal
+from runner.tracking.pending import named_store
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
@@ -132,18 +133,12 @@ def _last_store(stores: Sequence[JournalStore]) -> JournalStore:
 
 def _store_of(path: Path) -> JournalStore | None:
     """Return the store of one journal; None where it names none, as a damaged one does."""
+    uri, signature = named_store(path)
+    if not uri:
+        return None
     start = next((record for record, _ in journal.read_records(path)), {})
     progress = UploadState(path)
     progress.read()
-    if isinstance(progress.uri, str):
-        # The journal was moved: the state names its store, and its start the one before.
-        uri = progress.uri
-        signature = progress.signature
-    else:
-        uri = start.get("uri")
-        signature = start.get("signature")
-    if not isinstance(uri, str) or not uri:
-        return None
     run_id = progress.run_id
     experiment = progress.experiment or start.get("experiment")
     return JournalStore(

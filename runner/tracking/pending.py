@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from runner.tracking.journal import has_live_owner
+from runner.tracking.journal import has_live_owner, read_records
 from runner.tracking.upload_state import UploadState
+from runner.tracking.uri import is_users_store
 from runner.tracking.writer_process import start_detached_writer
 
 MAX_SEARCHED_FOLDERS = 2_000
@@ -74,6 +75,21 @@ def journal_state(journal: Path) -> JournalState:
     return "refused" if state.refused else "pending"
 
 
+def named_store(journal: Path) -> tuple[str, object]:
+    """Return the URI of the store that a journal goes to, and its signature.
+
+    The URI is empty where the journal is damaged, or not even its start was written.
+    """
+    state = UploadState(journal)
+    state.read()
+    start = next((record for record, _ in read_records(journal)), {})
+    # A journal that was moved: the state names its store, and its start the one before.
+    uri, signature = start.get("uri"), start.get("signature")
+    if state.uri is not None:
+        uri, signature = state.uri, state.signature
+    return (uri, signature) if isinstance(uri, str) else ("", None)
+
+
 def outputs_folder(journal: Path) -> Path:
     """Return the folder of all runs that a journal's run belongs to.
 
@@ -87,7 +103,8 @@ def upload_in_background(folder: Path) -> int:
     """Start a detached writer for the pending journals under a folder; return at once.
 
     A run without an end becomes KILLED. A journal that its store has refused is not
-    uploaded; `runner sync` does that.
+    uploaded; `runner sync` does that. A journal whose store this user has not named, as in a
+    stranger's folder, is left alone.
 
     Returns:
         The number of journals given to the writer: 0 while another such writer works there.
@@ -95,7 +112,8 @@ def upload_in_background(folder: Path) -> int:
     journals: list[Path] = []
     for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
         with suppress(OSError):
-            if journal_state(journal) == "pending":
+            is_pending = journal_state(journal) == "pending"
+            if is_pending and is_users_store(*named_store(journal)):
                 journals.append(journal)
         if len(journals) == MAX_JOURNALS_PER_WRITER:
             break

@@ -5,6 +5,7 @@ once.
 """
 
 import errno
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,8 +16,10 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from runner.config.signature import is_signed
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, RefusedError
 from runner.utils.errors import ConfigError
-from runner.utils.files import os_error_reason
+from runner.utils.files import link_out_of, os_error_reason
 from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
@@ -27,6 +30,10 @@ DEFAULT_EXPERIMENT = "precision-runner"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = ("http", "https", "databricks", *_DATABASES)
 _SCHEME = re.compile(r"([a-z][a-z0-9.-]*)(?:\+[\w.-]*)?:", re.IGNORECASE)
+_ARTIFACT_SERVERS = ("http", "https", "mlflow-artifacts", "runs", "models")
+"""Schemes of artifacts for which MLflow sends its token, or asks another store."""
+_ID = re.compile(r"(m-)?[0-9a-f]{32}")
+"""Ids that MLflow gives to runs and to logged models."""
 _RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")
 """Characters of a folder's name that mean something else in a URI."""
 
@@ -86,6 +93,61 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
                 "Type for example tracking.uri=sqlite:///outputs/mlflow.db."
             )
     return store_uri.rstrip("/")
+
+
+def is_users_store(uri: str, signature: object) -> bool:
+    """Return whether this user has named a store, which is then given the user's credentials.
+
+    Args:
+        uri: of the store, as a journal or another file names it.
+        signature: of the URI in that file; None where the file has none.
+
+    Returns:
+        True if the URI is signed with this user's key, or is the store of this command's
+        environment.
+    """
+    if is_signed(STORE_SIGNATURE_PURPOSE, uri, signature):
+        return True
+    with suppress(ConfigError):
+        own = resolve_uri(None, os.environ, Path.cwd())
+        # Compared as they are: parsers differ on the host of a URI that is made to deceive them.
+        file = sqlite_path(uri)
+        own_file = sqlite_path(own)
+        is_same_file = file is not None and own_file is not None
+        return uri == own or (is_same_file and file.resolve() == own_file.resolve())
+    return False
+
+
+def check_artifact_place(store: str, owner: str, place: str) -> None:
+    """Refuse to read or write artifacts at a place that may be none of the store's.
+
+    A database may be a stranger's, and may name a folder of this user's, or a server that would be
+    given this user's token. What an MLflow server names is the server's.
+
+    Args:
+        store: URI of the store.
+        owner: id of the run or of the logged model.
+        place: URI of its artifacts.
+
+    Raises:
+        RefusedError: it is no folder of MLflow's, or a server.
+    """
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    scheme = _scheme(place)
+    problem = ""
+    if scheme in ("", "file"):
+        # MLflow makes a folder of this name for each run, so that no other file can be in it.
+        folder = Path(local_file_uri_to_path(place)).resolve()
+        is_made_by_mlflow = _ID.fullmatch(owner) and folder.parts[-2:] == (owner, "artifacts")
+        if not is_made_by_mlflow or link_out_of(folder, folder) is not None:
+            problem = "is no folder of MLflow's"
+    elif scheme in _ARTIFACT_SERVERS and (is_database(store) or _scheme(store) == "file"):
+        problem = "is on a server that is not the store"
+    if problem:
+        raise RefusedError(
+            f"{redact(store)} names {redact(place)} for the files of {owner}, which {problem}"
+        )
 
 
 def resolve_experiment(name: str | None, env: Mapping[str, str]) -> str:
