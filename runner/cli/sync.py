@@ -15,7 +15,7 @@ from runner.tracking import journal as journals
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import UploadState
-from runner.tracking.uri import check_store, is_users_store, resolve_uri
+from runner.tracking.uri import check_store, resolve_uri
 from runner.tracking.writer_process import WriterProcess
 from runner.utils.secrets import redact
 
@@ -50,8 +50,8 @@ def sync(argv: Sequence[str]) -> int:
     for folder in folders:
         for path in pending.find_journals(folder):
             state = pending.journal_state(path)
-            stored_at, _ = pending.named_store(path)
-            moves = state == "stored" and uri is not None and stored_at not in ("", uri)
+            store = pending.journal_store(path)
+            moves = state == "stored" and uri and store and store.uri != uri
             states[path] = "pending" if moves else state
     counts = Counter(states.values())
     # The process of a run that is training uploads its journal itself.
@@ -75,13 +75,7 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     try:
         journals_of_writer = []
         for path in paths:
-            # What earlier writers reported, unless one has the journal at the moment.
-            state = UploadState(path)
-            if state.acquire_lock():
-                if not state.done:
-                    state.forget_troubles()
-                state.release_lock()
-            problem = _redirect(path, uri, experiment)
+            problem = _prepare(path, uri, experiment)
             if problem:
                 print(f"{path.parent}: failed: {problem}.", flush=True)
             else:
@@ -96,29 +90,36 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     return uploaded
 
 
-def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None:
-    """Redirect a journal to the command's store and experiment; return why that failed, if it did.
+def _prepare(path: Path, uri: str | None, experiment: str | None) -> str | None:
+    """Redirect a journal to the command's store and experiment, and clear what earlier writers
+    reported; return why it cannot be uploaded, if so.
 
     A run that its store has already keeps its experiment while it stays in that store.
     """
-    old_uri, signature = pending.named_store(path)
-    if uri is None and old_uri and not is_users_store(old_uri, signature):
+    store = pending.journal_store(path)
+    old_uri = store.uri if store else ""
+    if uri is None and store and not store.is_users:
+        # Whoever wrote the journal would get this user's token.
         return (
             f"its journal names the store {redact(old_uri)}, which is neither signed with your key "
-            f"({describe_key_location()}) nor that of this command. Nothing is sent there. Type "
-            "tracking.uri=<store> to upload it to a store that you trust"
+            f"({describe_key_location()}) nor the store here. Type tracking.uri=<store that you "
+            "trust>"
         )
-    if uri is None and experiment is None:
-        return None
+    is_redirected = uri is not None or experiment is not None
     progress = UploadState(path)
     deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS
     while not progress.acquire_lock():
+        if not is_redirected:  # the writer that has the journal uploads it
+            return None
         if time.monotonic() > deadline:
             return "another process is uploading it"
         time.sleep(0.1)
     try:
+        if not progress.done:
+            progress.forget_troubles()
         new_uri = uri or old_uri
-        if new_uri != old_uri or (experiment and not progress.run_id and not progress.done):
+        is_unopened = not progress.run_id and not progress.done
+        if new_uri != old_uri or (experiment and is_unopened):
             progress.change_store(new_uri, experiment)
     finally:
         progress.release_lock()
@@ -171,6 +172,7 @@ def _outcome(one: JournalStatus) -> str:
             status = record["status"]
     if state.run_id is None:
         return "nothing was recorded"
-    uri, _ = pending.named_store(one.journal)
+    store = pending.journal_store(one.journal)
+    uri = store.uri if store else ""
     without = f"; left out: {state.first_error}" if state.first_error else ""
     return f"uploaded to {redact(uri)} as run {state.run_id}, {status}, {points:,} points{without}"

@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from runner.config.signature import is_signed
 from runner.tracking.journal import has_live_owner, read_records
-from runner.tracking.upload_state import UploadState
-from runner.tracking.uri import is_users_store
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
+from runner.tracking.uri import is_configured_store
 from runner.tracking.writer_process import start_detached_writer
 
 MAX_SEARCHED_FOLDERS = 2_000
@@ -75,19 +76,58 @@ def journal_state(journal: Path) -> JournalState:
     return "refused" if state.refused else "pending"
 
 
-def named_store(journal: Path) -> tuple[str, object]:
-    """Return the URI of the store that a journal goes to, and its signature.
+class JournalStore(NamedTuple):
+    """The store that a journal is uploaded to.
 
-    The URI is empty where the journal is damaged, or not even its start was written.
+    Attributes:
+        path: of the journal.
+        uri: of its store, absolute, with the credentials that it was given.
+        run_id: of its run there; None where the store has never opened it.
+        experiment: name of the run's experiment.
+        signed_by_user: the URI is signed by this user.
+        fully_uploaded: all of it is stored.
     """
-    state = UploadState(journal)
-    state.read()
-    start = next((record for record, _ in read_records(journal)), {})
-    # A journal that was moved: the state names its store, and its start the one before.
-    uri, signature = start.get("uri"), start.get("signature")
-    if state.uri is not None:
-        uri, signature = state.uri, state.signature
-    return (uri, signature) if isinstance(uri, str) else ("", None)
+
+    path: Path
+    uri: str
+    run_id: str | None
+    experiment: str | None
+    signed_by_user: bool
+    fully_uploaded: bool
+
+    @property
+    def is_users(self) -> bool:
+        """Return whether this user has named the store, which may then get the user's credentials.
+
+        It is signed with the user's key, or it is the store of this command's environment.
+        """
+        return self.signed_by_user or is_configured_store(self.uri)
+
+
+def journal_store(path: Path) -> JournalStore | None:
+    """Return the store of one journal; None where it names none, as a damaged one does."""
+    start = next((record for record, _ in read_records(path)), {})
+    progress = UploadState(path)
+    progress.read()
+    if isinstance(progress.uri, str):
+        # The journal was moved: the state names its store, and its start the one before.
+        uri = progress.uri
+        signature = progress.signature
+    else:
+        uri = start.get("uri")
+        signature = start.get("signature")
+    if not isinstance(uri, str) or not uri:
+        return None
+    run_id = progress.run_id
+    experiment = progress.experiment or start.get("experiment")
+    return JournalStore(
+        path,
+        uri,
+        run_id if isinstance(run_id, str) else None,
+        experiment if isinstance(experiment, str) else None,
+        is_signed(STORE_SIGNATURE_PURPOSE, uri, signature),
+        bool(progress.done),
+    )
 
 
 def outputs_folder(journal: Path) -> Path:
@@ -112,8 +152,8 @@ def upload_in_background(folder: Path) -> int:
     journals: list[Path] = []
     for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
         with suppress(OSError):
-            is_pending = journal_state(journal) == "pending"
-            if is_pending and is_users_store(*named_store(journal)):
+            store = journal_store(journal)
+            if store and store.is_users and journal_state(journal) == "pending":
                 journals.append(journal)
         if len(journals) == MAX_JOURNALS_PER_WRITER:
             break

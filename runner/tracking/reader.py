@@ -70,7 +70,6 @@ class Reader:
     def __init__(self, uri: str, make: bool = False) -> None:
         self.uri = uri
         self.notices: list[str] = []
-        self._checked_runs: set[str] = set()
         # Before the import below: MLflow reads them when it is imported.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -284,11 +283,11 @@ class Reader:
 
     def _check_artifact_place(self, run_id: str) -> None:
         """Raise TrackingError for a run whose artifacts are in no place of the store."""
-        if run_id in self._checked_runs:
-            return
-        run = self._ask(lambda: self.client.get_run(run_id))
-        self._ask(lambda: check_artifact_place(self.uri, run_id, run.info.artifact_uri))
-        self._checked_runs.add(run_id)
+
+        def place() -> str:
+            return str(self.client.get_run(run_id).info.artifact_uri)
+
+        self._ask(lambda: check_artifact_place(self.uri, run_id, place))
 
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""

@@ -7,7 +7,7 @@ once.
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
 from itertools import chain, count
@@ -16,8 +16,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from runner.config.signature import is_signed
-from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, RefusedError
+from runner.tracking.upload_state import RefusedError
 from runner.utils.errors import ConfigError
 from runner.utils.files import link_out_of, os_error_reason
 from runner.utils.secrets import redact
@@ -95,58 +94,44 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     return store_uri.rstrip("/")
 
 
-def is_users_store(uri: str, signature: object) -> bool:
-    """Return whether this user has named a store, which is then given the user's credentials.
-
-    Args:
-        uri: of the store, as a journal or another file names it.
-        signature: of the URI in that file; None where the file has none.
-
-    Returns:
-        True if the URI is signed with this user's key, or is the store of this command's
-        environment.
-    """
-    if is_signed(STORE_SIGNATURE_PURPOSE, uri, signature):
-        return True
+def is_configured_store(uri: str) -> bool:
+    """Return whether a URI is that of the store of this command's environment."""
+    # Compared as they are: parsers differ on the host of a URI that is made to deceive them.
     with suppress(ConfigError):
-        own = resolve_uri(None, os.environ, Path.cwd())
-        # Compared as they are: parsers differ on the host of a URI that is made to deceive them.
-        file = sqlite_path(uri)
-        own_file = sqlite_path(own)
-        is_same_file = file is not None and own_file is not None
-        return uri == own or (is_same_file and file.resolve() == own_file.resolve())
+        return uri == resolve_uri(None, os.environ, Path.cwd())
     return False
 
 
-def check_artifact_place(store: str, owner: str, place: str) -> None:
-    """Refuse to read or write artifacts at a place that may be none of the store's.
+def check_artifact_place(store: str, owner: str, place: Callable[[], str]) -> None:
+    """Refuse to read or write artifacts at a place that may be none of a database's.
 
     A database may be a stranger's, and may name a folder of this user's, or a server that would be
-    given this user's token. What an MLflow server names is the server's.
+    given this user's token. What an MLflow server names is believed: the user has named the server.
 
     Args:
         store: URI of the store.
         owner: id of the run or of the logged model.
-        place: URI of its artifacts.
+        place: returns the URI of its artifacts; not called for a server.
 
     Raises:
         RefusedError: it is no folder of MLflow's, or a server.
     """
+    if not is_database(store) and _scheme(store) != "file":
+        return
     from mlflow.utils.file_utils import local_file_uri_to_path
 
-    scheme = _scheme(place)
-    problem = ""
+    uri = place()
+    scheme = _scheme(uri)
+    is_wrong = scheme in _ARTIFACT_SERVERS
     if scheme in ("", "file"):
+        folder = Path(local_file_uri_to_path(uri)).resolve()
         # MLflow makes a folder of this name for each run, so that no other file can be in it.
-        folder = Path(local_file_uri_to_path(place)).resolve()
-        is_made_by_mlflow = _ID.fullmatch(owner) and folder.parts[-2:] == (owner, "artifacts")
-        if not is_made_by_mlflow or link_out_of(folder, folder) is not None:
-            problem = "is no folder of MLflow's"
-    elif scheme in _ARTIFACT_SERVERS and (is_database(store) or _scheme(store) == "file"):
-        problem = "is on a server that is not the store"
-    if problem:
+        is_own = _ID.fullmatch(owner) and folder.parts[-2:] == (owner, "artifacts")
+        is_wrong = not is_own or link_out_of(folder, folder) is not None
+    if is_wrong:
         raise RefusedError(
-            f"{redact(store)} names {redact(place)} for the files of {owner}, which {problem}"
+            f"it names {redact(uri)} for the files of {owner}, which is no place of MLflow's for "
+            "them. Type tracking.uri=<the server of these runs>"
         )
 
 

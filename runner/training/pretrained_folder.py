@@ -111,11 +111,10 @@ def _is_of_folder(file: Path) -> bool:
     a link to `<model>/blobs/<hash>` in `<model>/snapshots/<commit>`.
     """
     folder = file.parent.resolve()
-    roots = [folder]
-    if folder.parent.name == "snapshots":
-        roots.append(folder.parents[1] / "blobs")
     content = file.resolve()
-    return any(content.is_relative_to(root) for root in roots)
+    if folder.parent.name == "snapshots" and content.is_relative_to(folder.parents[1] / "blobs"):
+        return True
+    return content.is_relative_to(folder)
 
 
 def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

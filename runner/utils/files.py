@@ -77,9 +77,8 @@ def check_links(folder: Path) -> None:
         link = link_out_of(folder, place)
         if link is not None:
             raise ConfigError(
-                f"{link} is a link to {os.path.realpath(link)}, and nothing is written out of "
-                f"{folder} through a link. Delete the link, or put what it leads to in its place. "
-                f"{folder} itself may be a link to another disk."
+                f"{link} is a link to {os.path.realpath(link)}: nothing is written out of {folder} "
+                f"through a link. Delete the link, or make {folder} itself one to another disk."
             )
 
 

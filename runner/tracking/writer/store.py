@@ -330,7 +330,9 @@ class Store:
             raise RefusedError(f"the artifact {path} no longer exists")
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         with classify_errors():
-            check_artifact_place(self.uri, run_id, self._get_run(run_id).info.artifact_uri)
+            check_artifact_place(
+                self.uri, run_id, lambda: str(self._get_run(run_id).info.artifact_uri)
+            )
             send(run_id, str(path), folder or None)
             self._get_run(run_id)
 
