@@ -77,8 +77,8 @@ def check_links(folder: Path) -> None:
         link = link_out_of(folder, place)
         if link is not None:
             raise ConfigError(
-                f"{link} is a link to {os.path.realpath(link)}: nothing is written out of {folder} "
-                f"through a link. Delete the link, or make {folder} itself one to another disk."
+                f"{link} is a link to {os.path.realpath(link)}: nothing is written out of a run's "
+                "or a sweep's folder through a link. Delete the link; the whole folder may be one."
             )
 
 
