@@ -57,7 +57,6 @@ def save(folder: Path, content: Mapping[str, Any], keep: int, best: bool = False
     Raises:
         OSError: the file cannot be written; the earlier checkpoints are unchanged.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = checkpoint_path(folder, content["step"])
     with write_with_torch(path) as file:
         # So that the checkpoint loads where torch_tpu is not installed.

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -96,7 +95,7 @@ def write_pretrained(
                 if _is_of_folder(file):
                     copied.setdefault(file.name, file)
                 else:
-                    left_out.append(f"without {file}, a link to {os.path.realpath(file)}")
+                    left_out.append(f"without {file}, a link to {file.resolve()}")
     for name, file in copied.items():
         shutil.copyfile(file, prepare_output(folder / name))
     sources = dict.fromkeys(file.parent for file in copied.values())
@@ -112,9 +111,9 @@ def _is_of_folder(file: Path) -> bool:
     """
     folder = file.parent.resolve()
     content = file.resolve()
-    if folder.parent.name == "snapshots" and content.is_relative_to(folder.parents[1] / "blobs"):
-        return True
-    return content.is_relative_to(folder)
+    is_cache = folder.parent.name == "snapshots"
+    own = (folder.parents[1] / "blobs") if is_cache else folder
+    return content.is_relative_to(own) or content.is_relative_to(folder)
 
 
 def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ def check_links(folder: Path) -> None:
     jobs = [path for path in folder.glob("*") if path.name.isdecimal()]
     for place in (*jobs, *(folder / name for name in WRITTEN_PLACES)):
         link = link_out_of(folder, place)
-        if link is not None:
+        if link:
             raise ConfigError(
                 f"{link} is a link to {os.path.realpath(link)}: nothing is written out of a run's "
                 "or a sweep's folder through a link. Delete the link; the whole folder may be one."
@@ -86,11 +86,14 @@ def check_links(folder: Path) -> None:
 def replaced_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a draft that takes the place of a file in one step, at the end of the context.
 
+    The file's folder is made if it is missing.
+
     Raises:
         OSError: it cannot be written; the old file is unchanged, and the draft deleted.
     """
     # Readers see the old or the new content: a rename within a folder is atomic.
     draft = path.with_suffix(".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with os.fdopen(open_output(draft, os.O_WRONLY | os.O_TRUNC), mode) as file:
             yield file
@@ -106,7 +109,6 @@ def write_text(path: Path, text: str) -> Path:
     Raises:
         OSError: it cannot be written; the old file is unchanged.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path, "w") as file:
         file.write(text)
     return path

@@ -105,6 +105,7 @@ ROWS = [
     (f"{RESUME} checkpoint.safetensors=true numerics.every=1", "links in files' places", 0, ""),
     (f"{QUICK} hydra.run.dir=theirs", "links in files' places", 0, ""),
     ("mode=evaluate checkpoint=theirs tracking=none", "links in files' places", 0, ""),
+    (f"{QUICK} init.weights=theirs", "links in files' places", 0, ""),
     (f"{QUICK} mode=diff precision=bf16-mixed against=theirs", "links in files' places", 0, ""),
     ("report sweep", "links in files' places", 0, ""),
     ("report sweep other --out sweep", "links in files' places", 0, ""),

@@ -104,7 +104,9 @@ def test_an_earlier_journal_of_a_store_that_is_not_the_users_is_not_sent(idle, j
     earlier = journal.path
     earlier.rename(earlier.with_name("journal-0.jsonl"))
     start = {**START, "uri": "http://other"}
-    earlier.write_text(encode_json({"kind": "start", **start, "continues": "journal-0.jsonl"}) + "\n")
+    earlier.write_text(
+        encode_json({"kind": "start", **start, "continues": "journal-0.jsonl"}) + "\n"
+    )
     earlier.with_name("journal-0.jsonl").write_text(encode_json({"kind": "start", **START}) + "\n")
     idle.turn()
     assert "is not signed with this user's key" in idle.saved().refusal

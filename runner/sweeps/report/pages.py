@@ -108,7 +108,7 @@ GPU_MEMORY_NOTE = "peak of allocated device memory."
 
 
 def write_report(data: SweepData, folder: Path) -> list[Path]:
-    """Write the report and its tables (CSV, JSON) into a folder that exists.
+    """Write the report and its tables (CSV, JSON) into a folder, which is made if it is missing.
 
     Returns:
         The files written; no report.png if nothing was trained.
