@@ -41,7 +41,11 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
             # The sweep may have been moved since. Jobs' folders are named by their numbers.
             name = Path(job.result.folder).name
             present = path / name if name.isdecimal() else Path(job.result.folder)
-            jobs.append(replace(job, result=replace(job.result, folder=str(present))))
+            result = replace(job.result, folder=str(present))
+            # A stranger's result may name any store; its history would be asked for there.
+            if not is_configured_store(result.tracking_uri or ""):
+                result = replace(result, tracking_uri=None)
+            jobs.append(replace(job, result=result))
         return SweepResult(path, replace(data, jobs=jobs))
     try:
         # The folder may have been moved since.

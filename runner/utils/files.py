@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, cast
@@ -28,10 +28,8 @@ def prepare_output(path: Path) -> Path:
     Raises:
         OSError: it cannot be deleted.
     """
-    with suppress(FileNotFoundError):
-        kind = path.lstat().st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-            path.unlink()
+    if path.is_symlink() or not path.is_file():
+        path.unlink(missing_ok=True)
     return path
 
 

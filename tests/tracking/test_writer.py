@@ -101,13 +101,9 @@ def test_a_failing_store_is_tried_again_with_growing_pauses(work):
 
 
 def test_an_earlier_journal_of_a_store_that_is_not_the_users_is_not_sent(idle, journal):
-    earlier = journal.path
-    earlier.rename(earlier.with_name("journal-0.jsonl"))
-    start = {**START, "uri": "http://other"}
-    earlier.write_text(
-        encode_json({"kind": "start", **start, "continues": "journal-0.jsonl"}) + "\n"
-    )
-    earlier.with_name("journal-0.jsonl").write_text(encode_json({"kind": "start", **START}) + "\n")
+    earlier = journal.path.with_name("journal-0.jsonl")
+    earlier.write_text(encode_json({"kind": "start", **START, "uri": "http://other"}) + "\n")
+    journal.append("start", **START, continues=earlier.name)
     idle.turn()
     assert "is not signed with this user's key" in idle.saved().refusal
     assert idle.store.taken == []
