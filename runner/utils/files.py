@@ -28,8 +28,8 @@ def prepare_output(path: Path) -> Path:
     Raises:
         OSError: it cannot be deleted.
     """
-    if path.is_symlink() or not path.is_file():
-        path.unlink(missing_ok=True)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.unlink()
     return path
 
 
