@@ -10,7 +10,7 @@ from runner.modes.result import RunResult
 from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import find_parent_run, report_folder
-from runner.tracking.uri import resolve_uri, sqlite_path
+from runner.tracking.uri import is_configured_store, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError
 from runner.utils.layout import CONFIG, MANIFEST, RESULT
 from runner.utils.secrets import redact
@@ -41,7 +41,11 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
             # The sweep may have been moved since. Jobs' folders are named by their numbers.
             name = Path(job.result.folder).name
             present = path / name if name.isdecimal() else Path(job.result.folder)
-            jobs.append(replace(job, result=replace(job.result, folder=str(present))))
+            result = replace(job.result, folder=str(present))
+            # A stranger's result may name any store; its history would be asked for there.
+            if not is_configured_store(result.tracking_uri or ""):
+                result = replace(result, tracking_uri=None)
+            jobs.append(replace(job, result=result))
         return SweepResult(path, replace(data, jobs=jobs))
     try:
         # The folder may have been moved since.
@@ -85,6 +89,5 @@ def _load_from_store(name: str, uri: str) -> RunResult | SweepResult:
     data = load_from_store(reader, parent)
     # The report is written here alone: to load a sweep changes nothing in the store.
     folder = report_folder(name)
-    folder.mkdir(parents=True, exist_ok=True)
     write_report(data, folder)
     return SweepResult(folder, data)

@@ -57,22 +57,11 @@ def save(folder: Path, content: Mapping[str, Any], keep: int, best: bool = False
     Raises:
         OSError: the file cannot be written; the earlier checkpoints are unchanged.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = checkpoint_path(folder, content["step"])
-    # Under its final name the file is complete at any moment: the data is on the disk before the
-    # rename, and a rename within a folder is atomic.
-    draft = path.with_suffix(".partial")
-    try:
-        with write_with_torch(draft) as file:
-            # So that the checkpoint loads where torch_tpu is not installed.
-            on_host = tree_map_only(
-                Tensor, lambda t: t.cpu() if is_tpu(t.device) else t, dict(content)
-            )
-            torch.save(on_host, file)
-    except BaseException:  # a stop signal, too: the draft may be gigabytes
-        draft.unlink(missing_ok=True)
-        raise
-    draft.replace(path)
+    with write_with_torch(path) as file:
+        # So that the checkpoint loads where torch_tpu is not installed.
+        on_host = tree_map_only(Tensor, lambda t: t.cpu() if is_tpu(t.device) else t, dict(content))
+        torch.save(on_host, file)
     # The rename must be on the disk before the deletions: after a power cut, a folder without both
     # the new and the old names would hold no checkpoint.
     names = os.open(folder, os.O_RDONLY)

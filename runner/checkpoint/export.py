@@ -180,7 +180,6 @@ def _write_program(
         expected = evaluate(device, model, example)
         program = _trace(_ProgramForward(_on_cpu(model), evaluate, type(example)), example, lengths)
         shapes = _traced_shapes(program, [*_named_tensors(example)])
-        path.parent.mkdir(parents=True, exist_ok=True)
         with write_with_torch(path) as file:
             torch.export.save(program, file)
         # The file is compared, not the program in memory: users get the file.

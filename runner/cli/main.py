@@ -51,6 +51,7 @@ from runner.sweeps.job_result import (
     use_sweep_time,
 )
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
+from runner.utils.files import write_text
 from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import LOG
 from runner.utils.secrets import redact
@@ -314,7 +315,7 @@ def run_job(config: DictConfig) -> float | None:
         text = redact(traceback.format_exc())
         print(sanitize(text), file=sys.stderr)
         with suppress(OSError):  # a full disk
-            (folder / "error.txt").write_text(text)
+            write_text(folder / "error.txt", text)
         failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
     if sweeping and not failure.has_result:
         record_result(config, folder, failure.status, failure.message)

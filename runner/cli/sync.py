@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.config.commands import SYNC
+from runner.config.signature import describe_key_location
 from runner.tracking import journal as journals
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
@@ -49,7 +50,8 @@ def sync(argv: Sequence[str]) -> int:
     for folder in folders:
         for path in pending.find_journals(folder):
             state = pending.journal_state(path)
-            moves = state == "stored" and uri is not None and _store_uri(path) not in ("", uri)
+            store = pending.journal_store(path)
+            moves = state == "stored" and uri and store and store.uri != uri
             states[path] = "pending" if moves else state
     counts = Counter(states.values())
     # The process of a run that is training uploads its journal itself.
@@ -73,13 +75,7 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     try:
         journals_of_writer = []
         for path in paths:
-            # What earlier writers reported, unless one has the journal at the moment.
-            state = UploadState(path)
-            if state.acquire_lock():
-                if not state.done:
-                    state.forget_troubles()
-                state.release_lock()
-            problem = _redirect(path, uri, experiment)
+            problem = _prepare(path, uri, experiment)
             if problem:
                 print(f"{path.parent}: failed: {problem}.", flush=True)
             else:
@@ -94,23 +90,36 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     return uploaded
 
 
-def _redirect(path: Path, uri: str | None, experiment: str | None) -> str | None:
-    """Redirect a journal to the command's store and experiment; return why that failed, if it did.
+def _prepare(path: Path, uri: str | None, experiment: str | None) -> str | None:
+    """Redirect a journal to the command's store and experiment, and clear what earlier writers
+    reported; return why it cannot be uploaded, if so.
 
     A run that its store has already keeps its experiment while it stays in that store.
     """
-    if uri is None and experiment is None:
-        return None
+    store = pending.journal_store(path)
+    old_uri = store.uri if store else ""
+    if uri is None and store and not store.is_users:
+        # Whoever wrote the journal would get this user's token.
+        return (
+            f"its journal names the store {redact(old_uri)}, which is neither signed with your key "
+            f"({describe_key_location()}) nor the store here. Type tracking.uri=<store that you "
+            "trust>"
+        )
+    is_redirected = uri is not None or experiment is not None
     progress = UploadState(path)
     deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS
     while not progress.acquire_lock():
+        if not is_redirected:  # the writer that has the journal uploads it
+            return None
         if time.monotonic() > deadline:
             return "another process is uploading it"
         time.sleep(0.1)
     try:
-        old_uri = _store_uri(path)
+        if not progress.done:
+            progress.forget_troubles()
         new_uri = uri or old_uri
-        if new_uri != old_uri or (experiment and not progress.run_id and not progress.done):
+        is_unopened = not progress.run_id and not progress.done
+        if new_uri != old_uri or (experiment and is_unopened):
             progress.change_store(new_uri, experiment)
     finally:
         progress.release_lock()
@@ -163,14 +172,7 @@ def _outcome(one: JournalStatus) -> str:
             status = record["status"]
     if state.run_id is None:
         return "nothing was recorded"
-    store = redact(_store_uri(one.journal))
+    store = pending.journal_store(one.journal)
+    uri = store.uri if store else ""
     without = f"; left out: {state.first_error}" if state.first_error else ""
-    return f"uploaded to {store} as run {state.run_id}, {status}, {points:,} points{without}"
-
-
-def _store_uri(journal: Path) -> str:
-    """Return the store that a journal goes to; empty if not even its start was written."""
-    state = UploadState(journal)
-    state.read()
-    start = next((record for record, _ in journals.read_records(journal)), {})
-    return state.uri or start.get("uri", "")
+    return f"uploaded to {redact(uri)} as run {state.run_id}, {status}, {points:,} points{without}"

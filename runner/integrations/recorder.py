@@ -50,7 +50,7 @@ from runner.training.callbacks.summary import RunSummary
 from runner.training.records import EvalRecord
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.files import os_error_reason, write_table, write_text
+from runner.utils.files import check_links, os_error_reason, write_table, write_text
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import CONFIG, ENVIRONMENT, MANIFEST, RESULT
@@ -478,6 +478,7 @@ def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
     Raises:
         ConfigError: the folder holds a run that is recorded at the moment, or not resumed.
     """
+    check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     earlier = latest_journal(folder)
     if earlier is None:

@@ -21,7 +21,7 @@ from runner.tracking.tracker import Tracker
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
-from runner.utils.files import os_error_reason, write_json, write_text
+from runner.utils.files import os_error_reason, prepare_output, write_json, write_text
 from runner.utils.formatting import relative_path
 from runner.utils.reproducibility import make_deterministic, seed_all
 from runner.utils.secrets import redact
@@ -52,7 +52,7 @@ class RunOutput:
         A file that cannot be written is reported on the console and does not end the run.
         """
         try:
-            write(path)
+            write(prepare_output(path))
         except OSError as error:
             # What was written until then would be taken for the whole file.
             with suppress(OSError):

@@ -67,7 +67,6 @@ def plan(run: RunContext) -> None:
         run.console.print(line)
     if report.modules:
         run.say("not proven: no batch was run, so layers that the model never calls count, too")
-    run.out.mkdir(parents=True, exist_ok=True)
     write_json(run.out / "conversion.json", report.to_list())
     kept = [n for n, m in model.named_modules() if isinstance(m, KeptInFloat32)]
     if kept:

@@ -40,7 +40,7 @@ from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
-from runner.utils.files import os_error_reason, write_json
+from runner.utils.files import check_links, os_error_reason, write_json
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import relative_path
 from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
@@ -86,6 +86,7 @@ def _run(
     plan = _check_plan(_plan_resume(plan, console, strategy))
     # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish(torchrun.RESUME_KEY, plan.folder)
+    check_links(plan.folder)
     out = process_folder(plan.folder, rank)
     out.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals, folder_lock(out), process_state():

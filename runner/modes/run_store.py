@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from runner.config.invocation import Invocation
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
-from runner.config.signature import describe_key_location, is_signed
+from runner.config.signature import describe_key_location
 from runner.distributed import torchrun
 from runner.modes.saved_run import folder_config
 from runner.tracking import journal
-from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
+from runner.tracking.pending import JournalStore, journal_store
+from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.secrets import redact
@@ -34,32 +35,12 @@ _SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX
 """Seconds, and retries: a server that does not answer is reported within half a minute."""
 
 
-class JournalStore(NamedTuple):
-    """The store that a journal is uploaded to.
-
-    Attributes:
-        path: of the journal.
-        uri: of its store, absolute, with the credentials that it was given.
-        run_id: of its run there; None where the store has never opened it.
-        experiment: name of the run's experiment.
-        signed_by_user: the URI is signed by this user.
-        fully_uploaded: all of it is stored.
-    """
-
-    path: Path
-    uri: str
-    run_id: str | None
-    experiment: str | None
-    signed_by_user: bool
-    fully_uploaded: bool
-
-
 def journal_stores(folder: Path) -> list[JournalStore]:
     """Return the stores of a run's journals, the first journal first; empty without a journal."""
     newest = journal.latest_journal(folder)
     if newest is None:
         return []
-    stores = [_store_of(path) for path in journal.run_journals(newest)]
+    stores = [journal_store(path) for path in journal.run_journals(newest)]
     return [store for store in stores if store]
 
 
@@ -128,32 +109,6 @@ def resumed_sweep_store(folder: Path, typed: str | None) -> str | None:
 def _last_store(stores: Sequence[JournalStore]) -> JournalStore:
     """Return the newest journal that its store has opened; the newest of all where none was."""
     return next((store for store in reversed(stores) if store.run_id), stores[-1])
-
-
-def _store_of(path: Path) -> JournalStore | None:
-    """Return the store of one journal; None where it names none, as a damaged one does."""
-    start = next((record for record, _ in journal.read_records(path)), {})
-    progress = UploadState(path)
-    progress.read()
-    if isinstance(progress.uri, str):
-        # The journal was moved: the state names its store, and its start the one before.
-        uri = progress.uri
-        signature = progress.signature
-    else:
-        uri = start.get("uri")
-        signature = start.get("signature")
-    if not isinstance(uri, str) or not uri:
-        return None
-    run_id = progress.run_id
-    experiment = progress.experiment or start.get("experiment")
-    return JournalStore(
-        path,
-        uri,
-        run_id if isinstance(run_id, str) else None,
-        experiment if isinstance(experiment, str) else None,
-        is_signed(STORE_SIGNATURE_PURPOSE, uri, signature),
-        bool(progress.done),
-    )
 
 
 def _tracking_settings(

@@ -31,8 +31,6 @@ from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model_call import call_model, taken_inputs
 from runner.training.pretrained_folder import (
-    ADAPTER_FOLDER,
-    PRETRAINED_FOLDER,
     is_pretrained_model,
     lora_layers,
     write_adapter,
@@ -42,8 +40,9 @@ from runner.training.state import TrainState
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
-from runner.utils.files import os_error_reason, write_table
+from runner.utils.files import os_error_reason, prepare_output, write_table
 from runner.utils.formatting import format_number, relative_path
+from runner.utils.layout import ADAPTER_FOLDER, PRETRAINED_FOLDER
 from runner.utils.plots import chart_style
 from runner.utils.tensors import dtype_name
 
@@ -220,7 +219,7 @@ def _save_weights(
     from safetensors import SafetensorError
     from safetensors.torch import save_file, save_model
 
-    path = run.out / name
+    path = prepare_output(run.out / name)
     facts = {"precision": run.precision.name, **more_facts}
     model = state.plain_model
     strategy = state.strategy

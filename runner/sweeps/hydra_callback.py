@@ -22,6 +22,7 @@ from runner.config.overrides import SWEEP_KEYS
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
+from runner.utils.files import check_links, write_text
 from runner.utils.library_warnings import suppress_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import sanitize
@@ -78,6 +79,8 @@ class SweepCallback(Callback):
             for key in filter(self._is_set.get, self._is_set):
                 raise ConfigError(f"{key} is for sweeps. Type -m, or leave it out.")
             check_run_keys(config)
+            # Before Hydra writes its own files there.
+            check_links(Path(config.hydra.run.dir))
         except ConfigError as error:
             raise SystemExit(error.exit_status) from error
 
@@ -146,7 +149,7 @@ class SweepCallback(Callback):
                 content = OmegaConf.to_container(OmegaConf.load(path))
                 redacted = redact_values(content)
                 if redacted != content:
-                    path.write_text(OmegaConf.to_yaml(OmegaConf.create(redacted)))
+                    write_text(path, OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
 def _prepare(config: DictConfig) -> None:

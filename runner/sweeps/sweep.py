@@ -46,6 +46,7 @@ from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console, without_numbers
 from runner.utils.errors import RunnerError
+from runner.utils.files import check_links
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import grouped, now_ms, relative_path
 from runner.utils.layout import VERDICT
@@ -128,6 +129,7 @@ class Sweep:
         self._early_end = ""
         self._has_begun = False
         self._has_new_folder = not folder.exists()
+        check_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # Released at once where the sweep is refused: a notebook keeps the error, and with it this
         # object.

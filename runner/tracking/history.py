@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from runner.tracking import journal as journals
 from runner.tracking.metric_names import LOSS_SCALE_CHANGES
 from runner.tracking.upload_state import RefusedError
+from runner.utils.files import replaced_file
 from runner.utils.layout import HISTORY, METRICS
 
 if TYPE_CHECKING:
@@ -121,15 +122,9 @@ def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:
 
 
 def _write_archive(path: Path, curves: Mapping[str, Curve]) -> Path:
-    # A rename is atomic: a report that reads meanwhile finds the whole archive or none.
-    draft = path.with_suffix(".partial")
-    try:
-        with draft.open("wb") as file:
-            np.savez_compressed(file, **curves)  # type: ignore[arg-type]
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    return draft.replace(path)
+    with replaced_file(path) as file:
+        np.savez_compressed(file, **curves)
+    return path
 
 
 @cache

@@ -19,6 +19,7 @@ from typing import Any
 
 from runner.tracking.tracker import NOTE_TAG, MetricRecord, Status, encode_json, metrics_line
 from runner.tracking.upload_state import STATE_FILE_BYTES
+from runner.utils.files import open_output
 from runner.utils.formatting import now_ms
 
 log = logging.getLogger(__name__)
@@ -74,12 +75,8 @@ class Journal:
         # Reserve room now: a full disk must neither keep the end out of the journal, nor keep the
         # writer from saving how far it has uploaded.
         with suppress(OSError):
-            self._spare.write_bytes(bytes(END_RESERVE_BYTES))
-            # Like the journal, readable by its owner alone: it may name a store by a URI with a
-            # password.
-            state = self.path.with_suffix(".state")
-            state.touch(mode=0o600)
-            state.write_bytes(b" " * STATE_FILE_BYTES)
+            _reserve(self._spare, bytes(END_RESERVE_BYTES))
+            _reserve(self.path.with_suffix(".state"), b" " * STATE_FILE_BYTES)
 
     def append(self, kind: str, **content: Any) -> None:
         """Append one record of any kind."""
@@ -154,6 +151,13 @@ class Journal:
         return True
 
 
+def _reserve(path: Path, content: bytes) -> None:
+    """Write a file that reserves room on the disk."""
+    # Readable by its owner alone, like the journal: it may name a store by a URI with a password.
+    with os.fdopen(open_output(path, os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+
+
 def has_live_owner(path: Path) -> bool:
     """Return whether the process that writes this journal still runs."""
     with path.open("rb") as file:
@@ -194,7 +198,7 @@ def append_end_for_owner(path: Path, note: str, status: Status, error: str) -> N
     # The process may have died in the middle of a line: an empty line is skipped by readers, and
     # a partial one becomes a damaged record of its own.
     begin = "" if _last_bytes(path, 1) in (b"\n", b"") else "\n"
-    with path.open("ab", buffering=0) as file:
+    with os.fdopen(open_output(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
         file.write(f"{begin}{tags}\n{end}\n".encode())
 
 

@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from runner.tracking.journal import has_live_owner
-from runner.tracking.upload_state import UploadState
+from runner.config.signature import is_signed
+from runner.tracking.journal import has_live_owner, read_records
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
+from runner.tracking.uri import is_configured_store
 from runner.tracking.writer_process import start_detached_writer
 
 MAX_SEARCHED_FOLDERS = 2_000
@@ -74,6 +76,60 @@ def journal_state(journal: Path) -> JournalState:
     return "refused" if state.refused else "pending"
 
 
+class JournalStore(NamedTuple):
+    """The store that a journal is uploaded to.
+
+    Attributes:
+        path: of the journal.
+        uri: of its store, absolute, with the credentials that it was given.
+        run_id: of its run there; None where the store has never opened it.
+        experiment: name of the run's experiment.
+        signed_by_user: the URI is signed by this user.
+        fully_uploaded: all of it is stored.
+    """
+
+    path: Path
+    uri: str
+    run_id: str | None
+    experiment: str | None
+    signed_by_user: bool
+    fully_uploaded: bool
+
+    @property
+    def is_users(self) -> bool:
+        """Return whether this user has named the store, which may then get the user's credentials.
+
+        It is signed with the user's key, or it is the store of this command's environment.
+        """
+        return self.signed_by_user or is_configured_store(self.uri)
+
+
+def journal_store(path: Path) -> JournalStore | None:
+    """Return the store of one journal; None where it names none, as a damaged one does."""
+    start = next((record for record, _ in read_records(path)), {})
+    progress = UploadState(path)
+    progress.read()
+    if isinstance(progress.uri, str):
+        # The journal was moved: the state names its store, and its start the one before.
+        uri = progress.uri
+        signature = progress.signature
+    else:
+        uri = start.get("uri")
+        signature = start.get("signature")
+    if not isinstance(uri, str) or not uri:
+        return None
+    run_id = progress.run_id
+    experiment = progress.experiment or start.get("experiment")
+    return JournalStore(
+        path,
+        uri,
+        run_id if isinstance(run_id, str) else None,
+        experiment if isinstance(experiment, str) else None,
+        is_signed(STORE_SIGNATURE_PURPOSE, uri, signature),
+        bool(progress.done),
+    )
+
+
 def outputs_folder(journal: Path) -> Path:
     """Return the folder of all runs that a journal's run belongs to.
 
@@ -87,7 +143,8 @@ def upload_in_background(folder: Path) -> int:
     """Start a detached writer for the pending journals under a folder; return at once.
 
     A run without an end becomes KILLED. A journal that its store has refused is not
-    uploaded; `runner sync` does that.
+    uploaded; `runner sync` does that. A journal whose store this user has not named, as in a
+    stranger's folder, is left alone.
 
     Returns:
         The number of journals given to the writer: 0 while another such writer works there.
@@ -95,7 +152,8 @@ def upload_in_background(folder: Path) -> int:
     journals: list[Path] = []
     for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
         with suppress(OSError):
-            if journal_state(journal) == "pending":
+            store = journal_store(journal)
+            if store and store.is_users and journal_state(journal) == "pending":
                 journals.append(journal)
         if len(journals) == MAX_JOURNALS_PER_WRITER:
             break

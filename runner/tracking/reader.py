@@ -20,7 +20,7 @@ from runner.tracking.dashboard import REPORT_PAGE, SweepView, run_path
 from runner.tracking.history import Curve, read_history
 from runner.tracking.journal import JOURNAL_TAG
 from runner.tracking.upload_state import short_cause
-from runner.tracking.uri import active_experiment, resolve_uri, sqlite_path
+from runner.tracking.uri import active_experiment, check_artifact_place, resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.formatting import now_ms
 from runner.utils.layout import HISTORY
@@ -158,6 +158,7 @@ class Reader:
 
     def artifacts(self, run_id: str, folder: str = "") -> list[str]:
         """Return the paths of the files in a folder of a run's artifacts."""
+        self._check_artifact_place(run_id)
         items = self._ask(lambda: self.client.list_artifacts(run_id, folder or None))
         return [str(item.path) for item in items if not item.is_dir]
 
@@ -168,6 +169,7 @@ class Reader:
             TrackingError: it could not be fetched, or it is not known whether the run has it.
         """
         try:
+            self._check_artifact_place(run_id)
             with tempfile.TemporaryDirectory() as folder, suppress_warnings():
                 return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
         except Exception as error:
@@ -225,6 +227,7 @@ class Reader:
 
     def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
         """Upload a file to a folder of a run's artifacts."""
+        self._check_artifact_place(run_id)
         self._ask(lambda: self.client.log_artifact(run_id, str(path), folder or None))
 
     def log_answer(
@@ -277,6 +280,14 @@ class Reader:
             token = page.token
             if not token:
                 return
+
+    def _check_artifact_place(self, run_id: str) -> None:
+        """Raise TrackingError for a run whose artifacts are in no place of the store."""
+
+        def place() -> str:
+            return str(self.client.get_run(run_id).info.artifact_uri)
+
+        self._ask(lambda: check_artifact_place(self.uri, run_id, place))
 
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""

@@ -5,6 +5,7 @@ tracking=none the tracker is NoTracker, so that callers need no branch.
 """
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from runner.utils.files import open_output
 from runner.utils.layout import METRICS, RANK_RECORD
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -173,7 +175,8 @@ class NoTracker(Tracker):
     def _open_file(self, path: Path) -> None:
         with suppress(OSError):
             # Line-buffered, so that a kill loses no complete line.
-            self._file = path.open("a", buffering=1)
+            file = open_output(path, os.O_WRONLY | os.O_APPEND)
+            self._file = os.fdopen(file, "a", buffering=1)
 
     def _write(self, text: str) -> None:
         if self._file is not None and text:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from runner.config.signature import sign
+from runner.utils.files import open_output
 
 STATE_FILE_BYTES = 4096
 """Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""
@@ -117,7 +118,7 @@ class UploadState:
         if self.has_lock:
             return True
         # The journal and its state may name a store by a URI with a password: 0o600.
-        file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        file = open_output(self._path, os.O_RDWR, 0o600)
         # The lock ends with the process, so that a writer that was killed leaves none.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,8 +149,10 @@ class UploadState:
         return False
 
     def _open_to_read(self) -> IO[bytes]:
-        # Not to block: a pipe of this name, in a stranger's folder, must not stop the reader.
-        return os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        # A stranger's folder may hold a pipe of this name, at which the reader must not wait, or a
+        # link.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+        return os.fdopen(os.open(self._path, flags), "rb")
 
     def save(self, **changes: Any) -> None:
         """Change fields and write the file."""

@@ -5,8 +5,9 @@ once.
 """
 
 import errno
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
 from itertools import chain, count
@@ -15,8 +16,9 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from runner.tracking.upload_state import RefusedError
 from runner.utils.errors import ConfigError
-from runner.utils.files import os_error_reason
+from runner.utils.files import link_out_of, os_error_reason
 from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ DEFAULT_EXPERIMENT = "precision-runner"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = ("http", "https", "databricks", *_DATABASES)
 _SCHEME = re.compile(r"([a-z][a-z0-9.-]*)(?:\+[\w.-]*)?:", re.IGNORECASE)
+_ARTIFACT_SERVERS = ("http", "https", "mlflow-artifacts", "runs", "models")
+"""Schemes of artifacts for which MLflow sends its token, or asks another store."""
+_ID = re.compile(r"(m-)?[0-9a-f]{32}")
+"""Ids that MLflow gives to runs and to logged models."""
 _RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")
 """Characters of a folder's name that mean something else in a URI."""
 
@@ -86,6 +92,47 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
                 "Type for example tracking.uri=sqlite:///outputs/mlflow.db."
             )
     return store_uri.rstrip("/")
+
+
+def is_configured_store(uri: str) -> bool:
+    """Return whether a URI is that of the store of this command's environment."""
+    # Compared as they are: parsers differ on the host of a URI that is made to deceive them.
+    with suppress(ConfigError):
+        return uri == resolve_uri(None, os.environ, Path.cwd())
+    return False
+
+
+def check_artifact_place(store: str, owner: str, place: Callable[[], str]) -> None:
+    """Refuse to read or write artifacts at a place that may be none of a database's.
+
+    A database may be a stranger's, and may name a folder of this user's, or a server that would be
+    given this user's token. What an MLflow server names is believed: the user has named the server.
+
+    Args:
+        store: URI of the store.
+        owner: id of the run or of the logged model.
+        place: returns the URI of its artifacts; not called for a server.
+
+    Raises:
+        RefusedError: it is no folder of MLflow's, or a server.
+    """
+    if not is_database(store) and _scheme(store) != "file":
+        return
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    uri = place()
+    scheme = _scheme(uri)
+    is_wrong = scheme in _ARTIFACT_SERVERS
+    if scheme in ("", "file"):
+        folder = Path(local_file_uri_to_path(uri)).resolve()
+        # MLflow makes a folder of this name for each run, so that no other file can be in it.
+        is_own = _ID.fullmatch(owner) and folder.parts[-2:] == (owner, "artifacts")
+        is_wrong = not is_own or link_out_of(folder, folder) is not None
+    if is_wrong:
+        raise RefusedError(
+            f"it names {redact(uri)} for the files of {owner}, which is no place of MLflow's for "
+            "them. Type tracking.uri=<the server of these runs>"
+        )
 
 
 def resolve_experiment(name: str | None, env: Mapping[str, str]) -> str:

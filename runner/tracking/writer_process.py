@@ -19,6 +19,7 @@ from typing import IO
 from runner.tracking.journal import append_end_for_owner, latest_journal
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.tracker import Status
+from runner.utils.files import open_output
 from runner.utils.stop_signals import signals_blocked
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def start_writer(folder: Path, keep: Sequence[int] = ()) -> subprocess.Popen[byt
 
 def _open_log(path: Path) -> IO[bytes]:
     try:
-        return path.open("ab")
+        return os.fdopen(open_output(path, os.O_WRONLY | os.O_APPEND), "ab")
     except OSError:  # a full disk must not keep the writer from starting
         return Path(os.devnull).open("ab")
 

@@ -11,9 +11,7 @@ from runner.training.callbacks.callback import METRIC_NAME, CallbackOutput, as_n
 from runner.training.callbacks.user_callbacks import UserCode
 from runner.training.state import TrainState
 from runner.utils.errors import HookError
-
-SAMPLES = "samples"
-"""Folder of the files that hooks write, in the run's folder and among its artifacts."""
+from runner.utils.layout import SAMPLES
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
+from runner.utils.files import prepare_output
 from runner.utils.library_warnings import suppress_warnings
 from runner.utils.modules import name_prefixes
 from runner.utils.tensors import dtype_name
 
-PRETRAINED_FOLDER = "pretrained"
 _BESIDE = (
     "tokenizer*.json",
     "*_tokens*.json",
@@ -35,7 +35,6 @@ _CHANGED_HERE = ("runner.precision.", "runner.training.", "torch.")
 """Modules that make subclasses of a model's class in place."""
 
 
-ADAPTER_FOLDER = "adapter"
 _PREFIX = "base_model.model."
 """What peft puts before the names of the model that it wraps."""
 _WEIGHT = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.weight$")
@@ -89,14 +88,32 @@ def write_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     plain_model.save_pretrained(folder)
     copied: dict[str, Path] = {}
+    left_out = []
     for source in beside:
         for pattern in _BESIDE:
             for file in sorted(source.glob(pattern)):
-                copied.setdefault(file.name, file)
+                if _is_of_folder(file):
+                    copied.setdefault(file.name, file)
+                else:
+                    left_out.append(f"without {file}, a link to {file.resolve()}")
     for name, file in copied.items():
-        shutil.copyfile(file, folder / name)
+        shutil.copyfile(file, prepare_output(folder / name))
     sources = dict.fromkeys(file.parent for file in copied.values())
-    return ", ".join([dtype_name(widest), *(f"tokenizer files of {source}" for source in sources)])
+    files = [f"tokenizer files of {source}" for source in sources]
+    return ", ".join([dtype_name(widest), *files, *left_out])
+
+
+def _is_of_folder(file: Path) -> bool:
+    """Return whether a file's content is that of its own folder, whoever made the folder.
+
+    A link may lead to any file of this user's, which a copy would publish. Hugging Face's cache has
+    a link to `<model>/blobs/<hash>` in `<model>/snapshots/<commit>`.
+    """
+    folder = file.parent.resolve()
+    content = file.resolve()
+    is_cache = folder.parent.name == "snapshots"
+    own = (folder.parents[1] / "blobs") if is_cache else folder
+    return content.is_relative_to(own) or content.is_relative_to(folder)
 
 
 def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,9 @@
-"""Write files atomically, and read files that may come from strangers."""
+"""Write files atomically and through no link, and read files that may come from strangers.
+
+A stranger's folder may hold a link to any file of this user's in the place of each file that a
+command writes there. So every file in an output folder is opened by `open_output`, or written by a
+library after `prepare_output`; `check_links` refuses a folder whose subfolders lead out of it.
+"""
 
 import io
 import json
@@ -11,24 +16,100 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from runner.utils.errors import ConfigError
+from runner.utils.layout import WRITTEN_PLACES
 from runner.utils.secrets import redact_values
+
+
+def prepare_output(path: Path) -> Path:
+    """Return the path of a file that is about to be written, with nothing but a plain file there.
+
+    A link, a pipe or a device in the file's place is deleted; what a link leads to is unchanged.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.unlink()
+    return path
+
+
+def open_output(path: Path, flags: int, permissions: int = 0o666) -> int:
+    """Open a file of an output folder through no link; return its descriptor.
+
+    Args:
+        path: of the file, which is made if it is missing.
+        flags: os.O_WRONLY or os.O_RDWR, with os.O_APPEND or os.O_TRUNC if need be.
+        permissions: of a new file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(prepare_output(path), flags, permissions)
+
+
+def link_out_of(folder: Path, place: Path) -> Path | None:
+    """Return the first path at or below a place in a folder that leads out of the folder.
+
+    The folder itself may be a link, for example to another disk.
+    """
+    root = os.path.realpath(folder)
+    for path in (place, *place.rglob("*")):
+        if not Path(os.path.realpath(path)).is_relative_to(root):
+            return path
+    return None
+
+
+def check_links(folder: Path) -> None:
+    """Refuse to write into an output folder where a link leads out of it.
+
+    Looked at are the places that commands write into, and the folders of a sweep's jobs: other
+    files beside them are the user's. A link in place of a single file in the folder itself is no
+    harm, see `prepare_output`.
+
+    Raises:
+        ConfigError: such a place is a link that leads out of the folder, or holds one.
+    """
+    jobs = [path for path in folder.glob("*") if path.name.isdecimal()]
+    for place in (*jobs, *(folder / name for name in WRITTEN_PLACES)):
+        link = link_out_of(folder, place)
+        if link:
+            raise ConfigError(
+                f"{link} is a link to {os.path.realpath(link)}: nothing is written out of a run's "
+                "or a sweep's folder through a link. Delete the link; the whole folder may be one."
+            )
+
+
+@contextmanager
+def replaced_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a draft that takes the place of a file in one step, at the end of the context.
+
+    The file's folder is made if it is missing.
+
+    Raises:
+        OSError: it cannot be written; the old file is unchanged, and the draft deleted.
+    """
+    # Readers see the old or the new content: a rename within a folder is atomic.
+    draft = path.with_suffix(".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with os.fdopen(open_output(draft, os.O_WRONLY | os.O_TRUNC), mode) as file:
+            yield file
+    except BaseException:  # a stop signal, too: the draft may be gigabytes
+        draft.unlink(missing_ok=True)
+        raise
+    draft.replace(path)
 
 
 def write_text(path: Path, text: str) -> Path:
     """Replace a file's text in one step and return its path; make its folder if it is missing.
 
     Raises:
-        OSError: it cannot be written; the old file is unchanged, and the partial new one deleted.
+        OSError: it cannot be written; the old file is unchanged.
     """
-    # Readers see the old or the new text: a rename within a folder is atomic.
-    draft = path.with_suffix(".partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        draft.write_text(text)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    return draft.replace(path)
+    with replaced_file(path, "w") as file:
+        file.write(text)
+    return path
 
 
 def read_text(path: Path, max_bytes: int = 2**24) -> str:
@@ -147,12 +228,14 @@ class _ErrorBuffer(io.RawIOBase):
 
 @contextmanager
 def write_with_torch(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file for torch.save, as a context that flushes it to the disk at its end.
+    """Open a file for torch.save, as a context that replaces it at its end.
+
+    Under its name the file is complete at any moment: the data is on the disk before the rename.
 
     Raises:
         OSError: it cannot be written.
     """
-    with path.open("wb") as file:
+    with replaced_file(path) as file:
         # An exception inside torch's zip writer can abort the process when the writer is freed;
         # the buffer defers it until torch is done.
         buffer = _ErrorBuffer(file)

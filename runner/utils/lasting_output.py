@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from runner.utils.files import open_output
+
 
 class _LastingFile(io.FileIO):
     """A file descriptor that drops what it cannot write."""
@@ -43,7 +45,8 @@ def _lasting_stream(number: int, stream: Any) -> io.TextIOWrapper:
 
 def lasting_file(path: Path) -> io.TextIOWrapper:
     """Return a text file to append to, in which no write raises."""
-    buffer = io.BufferedWriter(_LastingFile(path, "a"))
+    file = _LastingFile(open_output(path, os.O_WRONLY | os.O_APPEND), "a")
+    buffer = io.BufferedWriter(file)
     return io.TextIOWrapper(buffer, encoding="utf-8", line_buffering=True)
 
 

@@ -23,6 +23,17 @@ RANK_RECORD = "steps.jsonl"
 """Step records of a process other than rank 0, in that process's folder under ranks/."""
 GUARD_FOLDER = "guard"
 """Folder of the batches that a guard saved."""
+PRETRAINED_FOLDER = "pretrained"
+ADAPTER_FOLDER = "adapter"
+SAMPLES = "samples"
+"""Folder of the files that hooks write, in the run's folder and among its artifacts."""
+CALLBACK_FILES = "callbacks"
+"""Folder of the files that callbacks save, in the run's folder and among its artifacts."""
+WRITTEN_PLACES = (
+    *("checkpoints", "model", "ranks", GUARD_FOLDER, PRETRAINED_FOLDER, ADAPTER_FOLDER, SAMPLES),
+    *(CALLBACK_FILES, ".hydra", ".submitit", "multirun.yaml"),
+)
+"""Subfolders into which a run, a sweep or a library writes, and Hydra's own file of a sweep."""
 
 MANIFEST = "sweep.json"
 ADVICE = "advise.json"

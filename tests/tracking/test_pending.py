@@ -6,9 +6,11 @@ from unittest.mock import create_autospec
 
 import pytest
 
+from runner.config.signature import sign
 from runner.tracking import pending, writer_process
 from runner.tracking.journal import Journal
 from runner.tracking.pending import MAX_SEARCHED_FOLDERS, find_journals, upload_in_background
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE
 from runner.tracking.writer_process import WriterProcess
 
 
@@ -17,7 +19,8 @@ def runs(tmp_path):
     """Five folders of runs whose journals wait."""
     for number in range(5):
         journal = Journal(tmp_path / f"run-{number}")
-        journal.append("start", uri="http://host")
+        uri = "http://host"
+        journal.append("start", uri=uri, signature=sign(STORE_SIGNATURE_PURPOSE, uri))
         journal.close()
     return tmp_path
 
@@ -32,6 +35,21 @@ def test_a_search_in_the_background_reads_the_newest_folders_only(runs, monkeypa
     assert upload_in_background(runs) == 2
     assert [path.parent.name for path in started] == ["run-4", "run-3"]
     assert len([*find_journals(runs)]) == 5
+
+
+def test_a_store_that_the_user_has_not_named_gets_nothing_in_the_background(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        pending, "start_detached_writer", lambda journals, lock: started.extend(journals)
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")
+    # The part before the last @ is no user of host in a URI with a ? before it.
+    for uri in ("http://other", "http://other?@host", "sqlite:///theirs.db", "http://host"):
+        journal = Journal(tmp_path / uri.replace("/", "_"))
+        journal.append("start", uri=uri, signature="0" * 64)
+        journal.close()
+    upload_in_background(tmp_path)
+    assert [path.parent.name for path in started] == ["http:__host"]
 
 
 def test_a_writer_that_dies_is_started_again_twice(tmp_path, monkeypatch, caplog):

@@ -8,6 +8,7 @@ import pytest
 
 from runner.tracking import pending
 from runner.tracking.journal import Journal
+from runner.tracking.tracker import encode_json
 from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
 from runner.tracking.writer import uploader, writer_main
 from runner.tracking.writer.store import MAX_POINTS, Store, StoreCache
@@ -97,6 +98,15 @@ def test_a_failing_store_is_tried_again_with_growing_pauses(work):
     assert pauses == [0.5, 1, 2, 4, 5, 5]
     work.turn(seconds_later=10)
     assert work.task.uploader.state.run_id == "create_run"
+
+
+def test_an_earlier_journal_of_a_store_that_is_not_the_users_is_not_sent(idle, journal):
+    earlier = journal.path.with_name("journal-0.jsonl")
+    earlier.write_text(encode_json({"kind": "start", **START, "uri": "http://other"}) + "\n")
+    journal.append("start", **START, continues=earlier.name)
+    idle.turn()
+    assert "is not signed with this user's key" in idle.saved().refusal
+    assert idle.store.taken == []
 
 
 def test_no_attempt_is_made_during_a_pause(work):

@@ -12,6 +12,7 @@ from runner.config.targets import instantiate
 from runner.modes.startup import print_trainable
 from runner.precision import registry
 from runner.training.model import starts_random
+from runner.training.pretrained_folder import write_pretrained
 
 SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
 
@@ -46,6 +47,32 @@ def test_torchvisions_weights_are_not_called_random():
     found = {"_target_": "torchvision.models.detection.fasterrcnn_resnet50_fpn"}
     assert not starts_random(found)  # it loads its backbone by default
     assert starts_random({**found, "weights_backbone": None})
+
+
+def test_a_link_out_of_a_tokenizers_folder_is_not_copied(tmp_path):
+    """A file of Hugging Face's cache is a link into blobs/; one to a file elsewhere is none."""
+    model = GPT2LMHeadModel(GPT2Config(**SMALL, bos_token_id=0, eos_token_id=0))
+    (tmp_path / "secret").write_text("secret")
+    for name in ("models--a/blobs", "models--a/snapshots/1", "theirs/snapshots/1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "models--a/blobs/0").write_text("a b")
+    cached = tmp_path / "models--a/snapshots/1"
+    (cached / "merges.txt").symlink_to("../../blobs/0")
+    theirs = tmp_path / "theirs/snapshots/1"
+    (theirs / "vocab.txt").symlink_to(tmp_path / "secret")
+    # A folder in the place of the cache's own leads out, too.
+    (theirs.parents[1] / "blobs").symlink_to(tmp_path)
+    (theirs / "chat_template.jinja").symlink_to("../../blobs/secret")
+    (theirs / "tokenizer.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/merges.txt").symlink_to(tmp_path / "secret")
+    said = write_pretrained(model, model.state_dict(), tmp_path / "run", {}, [cached, theirs])
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names.isdisjoint({"vocab.txt", "chat_template.jinja"})
+    assert (tmp_path / "run/merges.txt").read_text() == "a b"
+    assert (tmp_path / "run/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert f"without {theirs / 'vocab.txt'}, a link to {tmp_path / 'secret'}" in said
 
 
 def own_network():

@@ -52,7 +52,7 @@ from runner.sweeps.verdict.compare import (
 )
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, Difference, Verdict
-from runner.utils.files import write_text
+from runner.utils.files import prepare_output, write_text
 from runner.utils.formatting import format_number, format_percent, grouped
 from runner.utils.markup import (
     Block,
@@ -111,7 +111,7 @@ GPU_MEMORY_NOTE = "peak of allocated device memory."
 
 
 def write_report(data: SweepData, folder: Path) -> list[Path]:
-    """Write the report and its tables (CSV, JSON) into a folder that exists.
+    """Write the report and its tables (CSV, JSON) into a folder, which is made if it is missing.
 
     Returns:
         The files written; no report.png if nothing was trained.
@@ -139,14 +139,13 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     details = list(_detail_blocks(data, compared))
 
     # Markdown cannot hold the charts: they are in report.png.
-    markdown_path = folder / "report.md"
-    markdown_path.write_text(to_markdown(title, [*answer, *details]))
-    html_path = folder / "report.html"
-    html_path.write_text(to_html(title, [*answer, *charts, *details]))
-    paths = [markdown_path, html_path]
+    paths = [
+        write_text(folder / "report.md", to_markdown(title, [*answer, *details])),
+        write_text(folder / "report.html", to_html(title, [*answer, *charts, *details])),
+    ]
     figure = overview_figure(data)
     if figure is not None:
-        picture_path = folder / "report.png"
+        picture_path = prepare_output(folder / "report.png")
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
     metrics, tags, _ = answer_record(data)

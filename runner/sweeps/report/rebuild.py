@@ -102,9 +102,7 @@ def _report_one(sweep: str | None, typed: Mapping[str, str], out: str | None) ->
     if sweep is None and not any(key.startswith("tracking.") for key in typed):
         folder = next(iter(newest_sweeps()), None)
     if folder is not None:
-        target = Path(out) if out else folder
-        target.mkdir(parents=True, exist_ok=True)
-        return write_report(load_from_folder(folder), target)
+        return write_report(load_from_folder(folder), Path(out) if out else folder)
     uri = existing_store(sweep, typed)
     if sweep is None:
         from runner.tracking.reader import Reader
@@ -131,7 +129,6 @@ def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
     name = f"{Path(first.name).name}-and-{Path(second.name).name}"
     folder = Path(out) if out else report_folder(name)
     data = join_sweeps(first, second)
-    folder.mkdir(parents=True, exist_ok=True)
     return write_report(data, folder)
 
 
@@ -178,7 +175,6 @@ def store_report(
     if jobs is not None:
         reader.log_artifact(parent.run_id, jobs, JOB_RESULTS_FOLDER)
     data = load_from_store(reader, parent)
-    folder.mkdir(parents=True, exist_ok=True)
     paths = write_report(data, folder)
     for path in paths:
         reader.log_artifact(parent.run_id, path)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.tracking.uri import check_artifact_place
 from runner.tracking.writer import exported_program_pyfunc
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def log_model(
         model = client.create_logged_model(
             run.info.experiment_id, name, run_id, params=run.data.params
         )
+    check_artifact_place(uri, model.model_id, lambda: str(model.artifact_location))
     # A status of READY is set last, so that it shows a complete upload.
     if str(model.status) != "READY":
         with tempfile.TemporaryDirectory() as parent:

@@ -31,9 +31,10 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from runner.tracking import dashboard
 from runner.tracking.metric_names import numbered
 from runner.tracking.upload_state import RefusedError, UnreachableError
-from runner.tracking.uri import active_experiment, is_database, sqlite_path
+from runner.tracking.uri import active_experiment, check_artifact_place, is_database, sqlite_path
 from runner.tracking.writer.logged_model import log_model
 from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
+from runner.utils.files import open_output
 from runner.utils.formatting import grouped
 from runner.utils.secrets import redact
 
@@ -329,6 +330,9 @@ class Store:
             raise RefusedError(f"the artifact {path} no longer exists")
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         with classify_errors():
+            check_artifact_place(
+                self.uri, run_id, lambda: str(self._get_run(run_id).info.artifact_uri)
+            )
             send(run_id, str(path), folder or None)
             self._get_run(run_id)
 
@@ -464,10 +468,10 @@ def _creation_lock(database: Path | None) -> Iterator[None]:
         return
     try:
         database.parent.mkdir(parents=True, exist_ok=True)
-        lock = database.with_name(database.name + ".lock").open("w")
+        lock = open_output(database.with_name(database.name + ".lock"), os.O_WRONLY)
     except OSError as error:
         raise RefusedError(f"{database.parent} cannot be written: {error.strerror}") from error
-    with lock:
+    with os.fdopen(lock, "wb"):
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -18,9 +18,11 @@ import numpy as np
 from runner.tracking import history
 from runner.tracking import journal as journals
 from runner.tracking.dashboard import SweepView
+from runner.tracking.pending import journal_store
 from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
 from runner.tracking.writer.store import MAX_POINTS, MetricPoint, Store, StoreCache
 from runner.tracking.writer.system_metrics import SystemMetrics
+from runner.utils.files import link_out_of
 from runner.utils.layout import HISTORY
 from runner.utils.secrets import redact
 
@@ -299,6 +301,11 @@ class JournalUploader:
         Returns:
             False if the earlier journal never became a run.
         """
+        # The store of this journal is the user's; that of an earlier one may be a stranger's.
+        store = journal_store(before)
+        if store and store.uri != start["uri"] and not store.is_users:
+            text = f"{before} names {redact(store.uri)}, which is not signed with this user's key"
+            raise RefusedError(text, of_store=True)
         earlier = JournalUploader(before, self._stores)
         try:
             earlier.upload_rest()
@@ -425,7 +432,6 @@ def artifact_file(journal: Path, name: str) -> Path:
     run_folder = journal.parent.resolve()
     # A journal may come from anybody, and must not have other files of the user's uploaded. Each
     # file of a folder is checked, because any of them may be a link.
-    for part in (path, *path.rglob("*")):
-        if not part.resolve().is_relative_to(run_folder):
-            raise RefusedError(f"{path} is not in the run's folder, {run_folder}")
+    if link_out_of(run_folder, path):
+        raise RefusedError(f"{path} is not in the run's folder, {run_folder}")
     return path

@@ -19,9 +19,7 @@ from runner.training.records import EvalRecord, Record, StepRecord
 from runner.training.state import TrainState
 from runner.utils.files import write_text
 from runner.utils.formatting import now_ms
-
-CALLBACK_FILES = "callbacks"
-"""Folder of the files that callbacks save, in the run's folder and among its artifacts."""
+from runner.utils.layout import CALLBACK_FILES
 
 METRIC_NAME = re.compile(r"[^/\x00-\x1f]+(/[^/\x00-\x1f]+)*")
 """Names that the user's code may give to metrics."""
