@@ -115,6 +115,11 @@ def _pretrained(
             f"path={folder} needs code of its own (auto_map in config.json), which is not run. "
             "Give a model whose class transformers has, or a _target_ of your own"
         )
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"path={folder} has an adapter beside its weights, for which peft imports what "
+            "adapter_config.json names. Merge it with peft (merge_and_unload), or move that file away"
+        )
     files = (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"))
     has_safetensors = bool(files)
     # A package's pickled weights were installed with it; transformers reads tensors alone of them

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner import __version__
 from runner.config import commands
-from runner.config.hydra_plugins import ADVISE
+from runner.config.hydra_plugins import ADVISE, set_plugin_folders
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
@@ -159,12 +159,15 @@ def _print_completions(line: str) -> None:
 def check_config_dir(folder: str | Path | None) -> Path | None:
     """Return a --config-dir as a path, after a warning for configs in it that are not used.
 
+    Hydra's plugins are looked for there, too.
+
     Raises:
         ConfigError: it is no folder.
     """
-    if folder is None:
+    path = None if folder is None else existing_config_dir(folder)
+    set_plugin_folders(path)
+    if path is None:
         return None
-    path = existing_config_dir(folder)
     for warning in shadowed_configs(path):
         if torchrun.claim_message(warning):
             print(sanitize(warning), file=sys.stderr)

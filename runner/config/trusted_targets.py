@@ -148,15 +148,16 @@ def _is_known(group: str, target: Any) -> bool:
         # Imported where a metric is named: the package is optional, and slow to import.
         metric_class: Any = locate("torchmetrics.Metric")
         return isinstance(located, type) and issubclass(located, metric_class)
-    prefixes, base_class = _KINDS.get(group, ((), object))
-    if target.startswith(prefixes):
-        # These packages hold other things, too, which take files or run code.
-        located = _locate_or_none(target)
-        if isinstance(located, type):
-            return issubclass(located, base_class)
-        is_function = isinstance(located, FunctionType)
-        return is_function and located.__module__.startswith(_MODEL_FUNCTIONS)
-    return False
+    packages, base_class = _KINDS.get(group, ((), object))
+    if not target.startswith(packages):
+        return False
+    # These packages hold other things, too, which take files or run code, and modules that lead out
+    # of them: torch.fx compiles names of modules as Python source.
+    made = _locate_or_none(target)
+    if isinstance(made, FunctionType) and made.__module__.startswith(_MODEL_FUNCTIONS):
+        made = made.__annotations__.get("return")
+    is_kind = isinstance(made, type) and issubclass(made, base_class)
+    return is_kind and f"{made.__module__}.".startswith(packages)
 
 
 def _locate_or_none(target: str) -> Any:

@@ -27,7 +27,7 @@ from runner.config.trusted_targets import (
     masked_keys,
 )
 from runner.utils.errors import ConfigError
-from runner.utils.files import read_text
+from runner.utils.files import check_yaml, read_text
 from runner.utils.layout import CONFIG, SIGNATURE
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
@@ -60,6 +60,7 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         return None
     try:
         text = read_text(path)
+        check_yaml(text)
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
         problem = interpolation_problem(values)
         if not isinstance(values, dict):

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,6 +13,11 @@ from typing import IO, Any, cast
 
 from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_values
+
+MAX_UNPACKED_BYTES = 2**30
+"""Of a file whose content takes more than a hundred times its size."""
+_MAX_YAML_CHARACTERS = 2**20
+"""Of a config, which takes PyYAML seconds."""
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -49,6 +55,48 @@ def read_text(path: Path, max_bytes: int = 2**24) -> str:
     return data.decode()
 
 
+def check_yaml(text: str) -> None:
+    """Refuse YAML that may come from a stranger and takes long to read.
+
+    Raises:
+        ValueError: it is too long, or has aliases, of which a few lines unfold to all memory.
+        yaml.YAMLError: it is no YAML.
+    """
+    import yaml
+
+    if len(text) > _MAX_YAML_CHARACTERS:
+        raise ValueError(f"it is longer than {_MAX_YAML_CHARACTERS} characters")
+    # PyYAML may be installed without libyaml.
+    events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if any(isinstance(event, yaml.AliasEvent) for event in events):
+        raise ValueError("it has aliases (*name). Write the values out")
+
+
+def unpacked_limit(path: Path) -> int:
+    """Return the bytes of memory that the content of a file, perhaps a stranger's, may take.
+
+    A file of a few MB may unpack to all memory; numbers compress to a hundredth at most.
+    """
+    import psutil
+
+    largest = max(MAX_UNPACKED_BYTES, 100 * path.stat().st_size)
+    return min(largest, psutil.virtual_memory().available)
+
+
+def check_unpacked(path: Path, size: int) -> None:
+    """Refuse a file whose content takes more bytes than `unpacked_limit`.
+
+    Raises:
+        ValueError: it takes more.
+    """
+    if size > unpacked_limit(path):
+        raise ValueError(
+            f"{path} unpacks to {size / 2**30:.1f} GiB or more, which is more than the memory that "
+            "is free or a hundred times the file. Write it smaller or with less compression, or "
+            "type a data set that reads one example at a time (docs/own-code.md)"
+        )
+
+
 def package_file(package: str, inside: str) -> Path | None:
     """Return the path of a file or folder of an installed package; None where there is none.
 
@@ -82,6 +130,23 @@ def tensors_only() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def installed_packages_only() -> Iterator[None]:
+    """Have the imports inside find nothing new in the working directory.
+
+    For calls of libraries that read a stranger's files: a library imports packages that a file
+    names, and a folder of such a name in the working directory may be a stranger's.
+    """
+    before = [*sys.path]
+    cwd = Path.cwd()
+    sys.path[:] = [entry for entry in before if Path(entry).resolve() != cwd]
+    try:
+        yield
+    finally:
+        # A library may have added a folder of its own.
+        sys.path[:] = dict.fromkeys([*before, *sys.path])
 
 
 def read_json(path: Path) -> Any:
