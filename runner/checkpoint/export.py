@@ -132,21 +132,19 @@ def export(
 
 
 def check_layers(model: nn.Module, precision: Precision) -> None:
-    """Refuse layers that no program of plain operations can hold, and names that are no identifiers.
+    """Refuse layers that no program of plain operations can hold, and names that are source code.
 
     Raises:
         ExportError: the model has one.
     """
     # torch.fx writes other names into Python source as they are, and runs it.
-    modules = dict(model.named_modules(remove_duplicate=False))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    for name in filter(None, (*modules, *parameters, *buffers)):
-        if not all(part.isidentifier() or part.isdecimal() for part in name.split(".")):
-            raise ExportError(
-                f"{name[:_MESSAGE_CHARACTERS]!r} is a name that torch.export would run as Python "
-                "source. Name modules and tensors by letters, digits and _"
-            )
+    for module in model.modules():
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            if not (name.isidentifier() or name.isdecimal()):
+                raise ExportError(
+                    f"torch.export would run the name {name[:_MESSAGE_CHARACTERS]!r} as Python "
+                    "source. Name modules and tensors by letters, digits and _"
+                )
     if precision.converts_layers:
         raise ExportError(
             f"torch.export cannot write the layers of precision={precision.name} "

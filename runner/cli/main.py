@@ -51,6 +51,7 @@ from runner.sweeps.job_result import (
     use_sweep_time,
 )
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
+from runner.utils.files import unreadable
 from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import LOG
 from runner.utils.secrets import redact
@@ -104,6 +105,9 @@ def _run_command(argv: Sequence[str]) -> int:
     except RunnerError as error:
         _print_error_once(error)
         return error.exit_status
+    except PermissionError as error:
+        _print_error_once(unreadable(error))
+        return 2
     except torchrun.MainRankFailed:
         return 2
     if "-sc" in argv:

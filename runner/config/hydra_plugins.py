@@ -59,8 +59,7 @@ def set_plugin_folders(config_dir: Path | None) -> None:
 def register(plugin: type[Plugin]) -> None:
     """Register a plugin's class with Hydra."""
     # Hydra takes plugins only from the package hydra_plugins.
-    for name in (_ROOT, _SPACE):
-        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules.setdefault(_SPACE, ModuleType(_SPACE))
     plugin.__module__ = _SPACE
     setattr(sys.modules[_SPACE], plugin.__name__, plugin)
     Plugins.instance().register(plugin)

@@ -35,12 +35,7 @@ def sign(purpose: str, text: str) -> str:
         text: what a command of this user composed.
     """
     try:
-        path = key_path()
-        try:
-            key = _read(path)
-        except FileNotFoundError:
-            _create(path)
-            key = _read(path)
+        key = _read_or_create(key_path())
     except (OSError, ValueError, RuntimeError):
         return ""
     return _digest(key, purpose, text)
@@ -65,7 +60,8 @@ def describe_key_location() -> str:
     except RuntimeError:
         return "none: this user has no home folder"
     try:
-        _read(path)
+        # The reason of a key that is missing is that of why it cannot be made.
+        _read_or_create(path)
     except (OSError, ValueError) as error:
         return f"{path}, which is not used: {getattr(error, 'strerror', '') or error}"
     return str(path)
@@ -76,6 +72,14 @@ def _digest(key: bytes, purpose: str, text: str) -> str:
     # are not UTF-8 hold surrogates.
     content = f"{purpose}\0{text}".encode(errors="surrogatepass")
     return hmac.new(key, content, "sha256").hexdigest()
+
+
+def _read_or_create(path: Path) -> bytes:
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        _create(path)
+        return _read(path)
 
 
 def _read(path: Path) -> bytes:
@@ -109,8 +113,13 @@ def _create(path: Path) -> None:
     try:
         os.write(file, secrets.token_bytes(KEY_BYTES))
         os.fsync(file)
-        with suppress(FileExistsError):
+        try:
             os.link(draft, path)
+        except OSError:
+            # Another process was first, or the file system has no hard links.
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                draft.replace(path)
     finally:
         os.close(file)
-        draft.unlink()
+        draft.unlink(missing_ok=True)

@@ -44,7 +44,7 @@ from runner.training.model_call import call_model
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.files import installed_packages_only, tensors_only
+from runner.utils.files import read_as_data
 from runner.utils.formatting import first_names
 from runner.utils.modules import note_evaluation_parts
 from runner.utils.tensors import float32_bytes
@@ -487,7 +487,7 @@ def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     try:
-        with tensors_only(), installed_packages_only():
+        with read_as_data():
             yield
     except (UnpicklingError, RuntimeError) as error:
         # timm raises an error of its own from torch's.

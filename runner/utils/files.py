@@ -16,8 +16,10 @@ from runner.utils.secrets import redact_values
 
 MAX_UNPACKED_BYTES = 2**30
 """Of a file whose content takes more than a hundred times its size."""
-_MAX_YAML_CHARACTERS = 2**20
-"""Of a config, which takes PyYAML seconds."""
+MAX_CONFIG_BYTES = 2**20
+"""Of a config's file, which takes PyYAML seconds."""
+_MAX_VALUES = 100_000
+"""Of a config."""
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -55,21 +57,23 @@ def read_text(path: Path, max_bytes: int = 2**24) -> str:
     return data.decode()
 
 
-def check_yaml(text: str) -> None:
-    """Refuse YAML that may come from a stranger and takes long to read.
+def check_values(content: object) -> None:
+    """Refuse nested containers that unfold to more values than a config has.
+
+    In YAML (aliases) and in a pickle one value may be in many places: a few lines may stand for
+    more than the memory.
 
     Raises:
-        ValueError: it is too long, or has aliases, of which a few lines unfold to all memory.
-        yaml.YAMLError: it is no YAML.
+        ValueError: they hold too many.
     """
-    import yaml
-
-    if len(text) > _MAX_YAML_CHARACTERS:
-        raise ValueError(f"it is longer than {_MAX_YAML_CHARACTERS} characters")
-    # PyYAML may be installed without libyaml.
-    events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    if any(isinstance(event, yaml.AliasEvent) for event in events):
-        raise ValueError("it has aliases (*name). Write the values out")
+    found = [content]
+    for value in found:
+        if len(found) > _MAX_VALUES:
+            raise ValueError(f"it holds more than {_MAX_VALUES} values")
+        if isinstance(value, Mapping):
+            found += value.values()
+        elif isinstance(value, list | tuple):
+            found += value
 
 
 def unpacked_limit(path: Path) -> int:
@@ -92,8 +96,7 @@ def check_unpacked(path: Path, size: int) -> None:
     if size > unpacked_limit(path):
         raise ValueError(
             f"{path} unpacks to {size / 2**30:.1f} GiB or more, which is more than the memory that "
-            "is free or a hundred times the file. Write it smaller or with less compression, or "
-            "type a data set that reads one example at a time (docs/own-code.md)"
+            "is free or a hundred times the file. Write less or compress less (docs/own-code.md)"
         )
 
 
@@ -113,40 +116,28 @@ def package_file(package: str, inside: str) -> Path | None:
 
 
 @contextmanager
-def tensors_only() -> Iterator[None]:
-    """Have each torch.load inside refuse a pickle that holds more than tensors and plain values.
+def read_as_data() -> Iterator[None]:
+    """Have the libraries that are called inside take the files that they read for data alone.
 
-    For calls of libraries that read files of weights: what they pass to torch.load, and what it
-    does where they pass nothing, changes with their versions and the environment.
+    Each torch.load refuses a pickle that holds more than tensors and plain values: what libraries
+    pass to it, and what it does where they pass nothing, changes with their versions and the
+    environment. Imports find nothing new in the working directory: libraries import packages that
+    a file names, and a folder of such a name may be a stranger's.
     """
     changes = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def installed_packages_only() -> Iterator[None]:
-    """Have the imports inside find nothing new in the working directory.
-
-    For calls of libraries that read a stranger's files: a library imports packages that a file
-    names, and a folder of such a name in the working directory may be a stranger's.
-    """
-    before = [*sys.path]
+    before = {name: os.environ[name] for name in changes if name in os.environ}
+    path = [*sys.path]
     cwd = Path.cwd()
-    sys.path[:] = [entry for entry in before if Path(entry).resolve() != cwd]
+    os.environ.update(changes)
+    sys.path[:] = [entry for entry in path if Path(entry).resolve() != cwd]
     try:
         yield
     finally:
         # A library may have added a folder of its own.
-        sys.path[:] = dict.fromkeys([*before, *sys.path])
+        sys.path[:] = dict.fromkeys([*path, *sys.path])
+        for name in changes:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def read_json(path: Path) -> Any:
@@ -233,6 +224,14 @@ def os_error_reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def unreadable(error: PermissionError) -> ConfigError:
+    """Return the message for a file that another user's permissions close."""
+    return ConfigError(
+        f"{error.filename} cannot be opened: {error.strerror}. Ask its owner for access, or copy "
+        "what you may read to a folder of your own (cp -r) and type that folder."
+    )
 
 
 def write_json(path: Path, content: Any) -> Path:

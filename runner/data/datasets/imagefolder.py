@@ -43,11 +43,13 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
     try:
         if file is None:
             raise TypeError("the value is empty")
-        with Image.open(file) as image:
+        # For EPS Pillow starts Ghostscript, which runs the file as a program.
+        formats = {*Image.registered_extensions().values()} - {"EPS"}
+        with Image.open(file, formats=[*formats]) as image:
             if image.mode == "F" or image.mode.startswith("I"):
                 return _grey_levels(image)
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, TypeError) as error:
+    except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
         reason = first_line(error)
         if isinstance(error, UnidentifiedImageError):  # its text holds an address
             reason = "it is in no format that Pillow knows"

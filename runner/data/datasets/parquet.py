@@ -1,6 +1,6 @@
 """Load rows of parquet files: columns of numbers, texts through a tokenizer, or encoded images."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ from runner.data.splits import Splits
 from runner.utils.errors import ConfigError
 from runner.utils.files import check_unpacked, unpacked_limit
 
-_BATCH_ROWS = 2**16
 _BYTES = {"FLOAT": 4, "INT64": 8, "DOUBLE": 8}
-"""Least bytes of a number in memory, by parquet's physical types."""
+"""Of a number in memory, by parquet's physical types; numbers of 8 bits have another one, too."""
 
 
 @partial(table_target, "parquet")
@@ -45,50 +44,47 @@ def _read(path: str, columns: TableColumns) -> Any:
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"data=parquet: no parquet file is at {path}. Type data.path=<file>.")
     try:
-        columns.check_present(files[0], pq.read_schema(files[0]).names)
-        return pa.concat_tables([_read_file(file, columns.names) for file in files])
+        schema = pq.read_schema(files[0])
+        columns.check_present(files[0], schema.names)
+        batches = [batch for file in files for batch in _batches(file, columns.names)]
+        return pa.Table.from_batches(batches) if batches else schema.empty_table()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"data=parquet: {path} cannot be read: {error}.") from error
 
 
-def _read_file(file: Path, names: Sequence[str]) -> Any:
-    """Return columns of a file; one that unpacks to all memory is refused before it does.
+def _batches(file: Path, names: Sequence[str]) -> Iterator[Any]:
+    """Yield columns of a file; one that unpacks to all memory is refused before it does.
 
     Raises:
         ValueError: the file takes too much memory.
     """
-    import pyarrow as pa
     from pyarrow import parquet as pq
 
-    content = pq.ParquetFile(file)
-    check_numbers(file, content.metadata)
-    groups = range(content.num_row_groups)
-    largest = max((content.metadata.row_group(i).total_byte_size for i in groups), default=1)
-    # No text or image is larger than its group: so many rows stay below the limit.
-    rows = min(unpacked_limit(file) // max(largest, 1), _BATCH_ROWS)
-    batches = []
     size = 0
-    for batch in content.iter_batches(max(rows, 1), columns=[*names]):
+    for batch in pq.ParquetFile(file).iter_batches(batch_rows(file, names), columns=[*names]):
         size += batch.nbytes
         check_unpacked(file, size)
-        batches.append(batch)
-    return pa.Table.from_batches(batches) if batches else content.read(columns=[*names])
+        yield batch
 
 
-def check_numbers(file: Path, metadata: Any) -> None:
-    """Refuse a file whose numbers take too much memory, as its metadata say.
+def batch_rows(file: Path, names: Sequence[str] | None = None) -> int:
+    """Return how many rows of a file can be read at once without filling the memory.
 
     Args:
         file: to be read.
-        metadata: of pyarrow, of the file.
+        names: columns that are read; None for all.
 
     Raises:
-        ValueError: they take too much.
+        ValueError: the numbers in it take too much memory, as its metadata say.
     """
-    size = 0
-    for group in range(metadata.num_row_groups):
-        for i in range(metadata.num_columns):
-            column = metadata.row_group(group).column(i)
-            # Bytes and whole numbers of 8 bits, too, are stored in another physical type.
-            size += column.num_values * _BYTES.get(column.physical_type, 1)
-    check_unpacked(file, size)
+    from pyarrow import parquet as pq
+
+    metadata = pq.read_metadata(file)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(metadata.num_columns)]
+    if names is not None:
+        chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
+    check_unpacked(file, sum(c.num_values * _BYTES.get(c.physical_type, 1) for c in chunks))
+    # A text or an image is at most as large as its group of rows, which stores equal ones once.
+    largest = max((group.total_byte_size for group in groups), default=0)
+    return max(unpacked_limit(file) // max(largest, 1), 1)

@@ -27,7 +27,7 @@ from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.tracking import history
 from runner.tracking.history import Curve
-from runner.utils.files import check_yaml, read_text, write_json
+from runner.utils.files import MAX_CONFIG_BYTES, check_values, read_text, write_json
 from runner.utils.formatting import format_percent, shorten_override
 from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT, ROUTERS
 from runner.utils.other_programs import busy_sentence
@@ -490,9 +490,9 @@ def flat_config(text: str) -> dict[str, str]:
     """Return the values of a config by dotted key."""
     content = None
     with suppress(yaml.YAMLError, RecursionError, ValueError):
-        check_yaml(text)
         # Every value as it is written: "1e-3" is no number for YAML, and None has no name there.
-        content = yaml.load(text, yaml.BaseLoader)
+        content = yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader)
+        check_values(content)
     if not isinstance(content, dict):
         return {}
     return {key: _value_text(value) for key, value in leaves(content)}
