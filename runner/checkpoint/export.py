@@ -137,14 +137,12 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
     Raises:
         ExportError: the model has one.
     """
-    # torch.fx writes other names into Python source as they are, and runs it.
+    # torch.fx writes any other name into Python source as it is, and runs that.
     for module in model.modules():
         for name in (*module._modules, *module._parameters, *module._buffers):
             if not (name.isidentifier() or name.isdecimal()):
-                raise ExportError(
-                    f"torch.export would run the name {name[:_MESSAGE_CHARACTERS]!r} as Python "
-                    "source. Name modules and tensors by letters, digits and _"
-                )
+                shown = name[:_MESSAGE_CHARACTERS]
+                raise ExportError(f"the name {shown!r} has more than letters, digits and _")
     if precision.converts_layers:
         raise ExportError(
             f"torch.export cannot write the layers of precision={precision.name} "

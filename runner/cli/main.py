@@ -170,9 +170,7 @@ def check_config_dir(folder: str | Path | None) -> Path | None:
     """
     path = None if folder is None else existing_config_dir(folder)
     set_plugin_folders(path)
-    if path is None:
-        return None
-    for warning in shadowed_configs(path):
+    for warning in () if path is None else shadowed_configs(path):
         if torchrun.claim_message(warning):
             print(sanitize(warning), file=sys.stderr)
     return path

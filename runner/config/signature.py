@@ -35,7 +35,7 @@ def sign(purpose: str, text: str) -> str:
         text: what a command of this user composed.
     """
     try:
-        key = _read_or_create(key_path())
+        key = _read(key_path(), creates=True)
     except (OSError, ValueError, RuntimeError):
         return ""
     return _digest(key, purpose, text)
@@ -61,7 +61,7 @@ def describe_key_location() -> str:
         return "none: this user has no home folder"
     try:
         # The reason of a key that is missing is that of why it cannot be made.
-        _read_or_create(path)
+        _read(path, creates=True)
     except (OSError, ValueError) as error:
         return f"{path}, which is not used: {getattr(error, 'strerror', '') or error}"
     return str(path)
@@ -74,20 +74,15 @@ def _digest(key: bytes, purpose: str, text: str) -> str:
     return hmac.new(key, content, "sha256").hexdigest()
 
 
-def _read_or_create(path: Path) -> bytes:
-    try:
-        return _read(path)
-    except FileNotFoundError:
-        _create(path)
-        return _read(path)
-
-
-def _read(path: Path) -> bytes:
-    """Return the key.
+def _read(path: Path, creates: bool = False) -> bytes:
+    """Return the key; with `creates`, make it where there is none.
 
     Raises:
         ValueError: others could have written or read the file.
+        OSError: it cannot be read or made.
     """
+    if creates and not path.exists():
+        _create(path)
     # A link is not followed. Opening a pipe does not wait for a writer; it is refused below.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -83,8 +83,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
                 problems.append(
                     f"{source} names {name}={target}, which is neither the runner's own nor "
                     "torch's: it is not called. Its config is not signed with your key "
-                    f"({describe_key_location()}). If you trust it, type {group}=... yourself"
-                    f"{also}."
+                    f"({describe_key_location()}). If you trust it, type {group}=... yourself{also}."
                 )
         problems += [
             f"{source} does not hold the secret {name}. Type {name}=<value>, and in mode=evaluate "

@@ -127,9 +127,8 @@ def read_as_data() -> Iterator[None]:
     changes = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ[name] for name in changes if name in os.environ}
     path = [*sys.path]
-    cwd = Path.cwd()
     os.environ.update(changes)
-    sys.path[:] = [entry for entry in path if Path(entry).resolve() != cwd]
+    sys.path[:] = [entry for entry in path if Path(entry).resolve() != Path.cwd()]
     try:
         yield
     finally:

@@ -44,8 +44,8 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
         if file is None:
             raise TypeError("the value is empty")
         # For EPS Pillow starts Ghostscript, which runs the file as a program.
-        formats = {*Image.registered_extensions().values()} - {"EPS"}
-        with Image.open(file, formats=[*formats]) as image:
+        Image.init()
+        with Image.open(file, formats=[name for name in Image.ID if name != "EPS"]) as image:
             if image.mode == "F" or image.mode.startswith("I"):
                 return _grey_levels(image)
             return image.convert("RGB")
@@ -54,7 +54,8 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
         if isinstance(error, UnidentifiedImageError):  # its text holds an address
             reason = "it is in no format that Pillow knows"
         raise ConfigError(
-            f"{where}: its image cannot be decoded: {reason}. Write a PNG (8 or 16 bits) or JPEG."
+            f"{where}: its image cannot be decoded: {reason}. Write a PNG (8 or 16 bits) or JPEG, "
+            "of at most 178 million pixels."
         ) from error
 
 
