@@ -141,8 +141,9 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
     for module in model.modules():
         for name in (*module._modules, *module._parameters, *module._buffers):
             if not (name.isidentifier() or name.isdecimal()):
-                shown = name[:_MESSAGE_CHARACTERS]
-                raise ExportError(f"the name {shown!r} has more than letters, digits and _")
+                raise ExportError(
+                    f"torch.export takes names of letters, digits and _, not {name[:99]!r}"
+                )
     if precision.converts_layers:
         raise ExportError(
             f"torch.export cannot write the layers of precision={precision.name} "

@@ -73,7 +73,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
     """
     source = f"{config.key}={config.path}"
     # A run without a signature has its store without one, too.
-    also = ", and tracking.uri=<the store of its record>" if "resume" in config.key else ""
+    end = ", and tracking.uri=<the store of its record>" if "resume" in config.key else ""
     problems = []
     for group in groups:
         node = config.values.get(group)
@@ -83,7 +83,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
                 problems.append(
                     f"{source} names {name}={target}, which is neither the runner's own nor "
                     "torch's: it is not called. Its config is not signed with your key "
-                    f"({describe_key_location()}). If you trust it, type {group}=... yourself{also}."
+                    f"({describe_key_location()}). If you trust it, type {group}=... yourself{end}."
                 )
         problems += [
             f"{source} does not hold the secret {name}. Type {name}=<value>, and in mode=evaluate "

@@ -133,7 +133,7 @@ def read_as_data() -> Iterator[None]:
         yield
     finally:
         # A library may have added a folder of its own.
-        sys.path[:] = dict.fromkeys([*path, *sys.path])
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         for name in changes:
             del os.environ[name]
         os.environ.update(before)

@@ -491,8 +491,9 @@ def flat_config(text: str) -> dict[str, str]:
     content = None
     with suppress(yaml.YAMLError, RecursionError, ValueError):
         # Every value as it is written: "1e-3" is no number for YAML, and None has no name there.
-        content = yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader)
-        check_values(content)
+        loaded = yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader)
+        check_values(loaded)
+        content = loaded
     if not isinstance(content, dict):
         return {}
     return {key: _value_text(value) for key, value in leaves(content)}
