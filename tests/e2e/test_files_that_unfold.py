@@ -102,11 +102,7 @@ def lists():
     return pa.ListArray.from_arrays([0, 5_000_000], np.zeros(5_000_000, np.float32))
 
 
-PARQUET = {
-    "numbers": lambda: pa.array(np.zeros(5_000_000)),
-    "texts": texts,
-    "lists": lists,
-}
+PARQUET = {"numbers": lambda: pa.array(np.zeros(5_000_000)), "texts": texts, "lists": lists}
 
 
 @pytest.mark.parametrize("kind", PARQUET)

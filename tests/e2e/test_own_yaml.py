@@ -100,7 +100,9 @@ def test_a_file_that_is_no_yaml(documented, tmp_path):
 
 def test_a_resolver_of_ones_own(fresh_cli, root, tmp_path):
     text = (root / "docs" / "own-code.md").read_text()
-    (content,) = re.findall(r"```python\n# conf/hydra_plugins/resolvers.py\n(.*?)```", text, re.DOTALL)
+    (content,) = re.findall(
+        r"```python\n# conf/hydra_plugins/resolvers.py\n(.*?)```", text, re.DOTALL
+    )
     for folder in (tmp_path / "conf" / "hydra_plugins", tmp_path / "hydra_plugins"):
         folder.mkdir(parents=True)
     (tmp_path / "conf" / "hydra_plugins" / "resolvers.py").write_text(content)
