@@ -115,6 +115,11 @@ def _pretrained(
             f"path={folder} needs code of its own (auto_map in config.json), which is not run. "
             "Give a model whose class transformers has, or a _target_ of your own"
         )
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"path={folder} has an adapter beside its weights, for which peft imports what "
+            "adapter_config.json names. Merge it with peft (merge_and_unload), or remove that file"
+        )
     files = (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"))
     has_safetensors = bool(files)
     # A package's pickled weights were installed with it; transformers reads tensors alone of them
@@ -277,9 +282,12 @@ def _read_config(config: Any) -> dict[str, Any]:
         raise ValueError(f"config={config} is no file. Give a config.json or a yaml")
     import yaml
 
+    text = file.read_text()
     try:
         is_json = file.suffix == ".json"
-        loaded = json.loads(file.read_text()) if is_json else yaml.safe_load(file.read_text())
+        if not is_json and any(isinstance(each, yaml.AliasEvent) for each in yaml.parse(text)):
+            raise ValueError("it has aliases (*name), which may unfold to all memory")
+        loaded = json.loads(text) if is_json else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"config={config} cannot be read: {reason}") from error

@@ -18,7 +18,7 @@ from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
 from runner.config.trusted_targets import SavedConfig, interpolation_problem
 from runner.utils.errors import ConfigError
-from runner.utils.files import check_version, write_with_torch
+from runner.utils.files import check_values, check_version, write_with_torch
 from runner.utils.tpu import is_tpu
 
 FORMAT = 2
@@ -204,6 +204,7 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(content["spec"].get(key, {}), dict):
             yield f"its spec.{key} is no dict"
     try:
+        check_values(content["spec"])
         problem = interpolation_problem(content["spec"])
     except (TypeError, ValueError):
         problem = "holds what no config does"

@@ -132,11 +132,18 @@ def export(
 
 
 def check_layers(model: nn.Module, precision: Precision) -> None:
-    """Refuse layers that no program of plain operations can hold.
+    """Refuse layers that no program of plain operations can hold, and names that are source code.
 
     Raises:
         ExportError: the model has one.
     """
+    # torch.fx writes any other name into Python source as it is, and runs that.
+    for module in model.modules():
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            if not (name.isidentifier() or name.isdecimal()):
+                raise ExportError(
+                    f"torch.export takes names of letters, digits and _, not {name[:99]!r}"
+                )
     if precision.converts_layers:
         raise ExportError(
             f"torch.export cannot write the layers of precision={precision.name} "

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner import __version__
 from runner.config import commands
-from runner.config.hydra_plugins import ADVISE
+from runner.config.hydra_plugins import ADVISE, set_plugin_folders
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
@@ -51,7 +51,7 @@ from runner.sweeps.job_result import (
     use_sweep_time,
 )
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
-from runner.utils.files import write_text
+from runner.utils.files import unreadable, write_text
 from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import LOG
 from runner.utils.secrets import redact
@@ -105,6 +105,9 @@ def _run_command(argv: Sequence[str]) -> int:
     except RunnerError as error:
         _print_error_once(error)
         return error.exit_status
+    except PermissionError as error:
+        _print_error_once(unreadable(error))
+        return 2
     except torchrun.MainRankFailed:
         return 2
     if "-sc" in argv:
@@ -160,13 +163,14 @@ def _print_completions(line: str) -> None:
 def check_config_dir(folder: str | Path | None) -> Path | None:
     """Return a --config-dir as a path, after a warning for configs in it that are not used.
 
+    Hydra's plugins are looked for there, too.
+
     Raises:
         ConfigError: it is no folder.
     """
-    if folder is None:
-        return None
-    path = existing_config_dir(folder)
-    for warning in shadowed_configs(path):
+    path = None if folder is None else existing_config_dir(folder)
+    set_plugin_folders(path)
+    for warning in () if path is None else shadowed_configs(path):
         if torchrun.claim_message(warning):
             print(sanitize(warning), file=sys.stderr)
     return path

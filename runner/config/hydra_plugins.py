@@ -1,14 +1,17 @@
 """Register our launchers and our sweeper with Hydra: their names and their config keys."""
 
+import site
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.plugin import Plugin
 
-_SPACE = "hydra_plugins.runner"
+_ROOT = "hydra_plugins"
+_SPACE = f"{_ROOT}.runner"
 ISOLATED = f"{_SPACE}.IsolatedLauncher"
 REMOTE = f"{_SPACE}.RemoteLauncher"
 ADVISE = f"{_SPACE}.AdviseSweeper"
@@ -36,11 +39,27 @@ def register_plugins() -> None:
     store.store(group="hydra/sweeper", name="advise", node=AdviseConf, provider="runner")
 
 
+def set_plugin_folders(config_dir: Path | None) -> None:
+    """Have Hydra import plugins of installed packages and those beside one's own configs alone.
+
+    Hydra imports every module in the package hydra_plugins, of which Python makes any folder of
+    this name in the working directory a part: it may be a stranger's.
+
+    Args:
+        config_dir: folder of the user's own configs; None for none.
+    """
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    folders = [folder for folder in folders if folder in sys.path]
+    if config_dir is not None:
+        folders.append(str(config_dir.absolute()))
+    package = sys.modules.setdefault(_ROOT, ModuleType(_ROOT))
+    package.__path__ = [str(Path(folder, _ROOT)) for folder in folders]
+
+
 def register(plugin: type[Plugin]) -> None:
     """Register a plugin's class with Hydra."""
-    # Hydra takes plugins only from the namespace hydra_plugins, which may not exist here.
-    for name in (_SPACE.partition(".")[0], _SPACE):
-        sys.modules.setdefault(name, ModuleType(name))
+    # Hydra takes plugins only from the package hydra_plugins.
+    sys.modules.setdefault(_SPACE, ModuleType(_SPACE))
     plugin.__module__ = _SPACE
     setattr(sys.modules[_SPACE], plugin.__name__, plugin)
     Plugins.instance().register(plugin)

@@ -120,7 +120,8 @@ def _unresolved(error: InterpolationResolutionError) -> str:
     if resolver:
         return (
             f"{error.full_key}: no resolver is called {resolver[1]}. Register it in a module of "
-            f"hydra_plugins/ on the path (docs/own-code.md), or type {error.full_key}=<value>."
+            "hydra_plugins/ in the folder of --config-dir (docs/own-code.md), or type "
+            f"{error.full_key}=<value>."
         )
     return f"{error.full_key}: {reason}. Give it a value: {error.full_key}=<value>."
 

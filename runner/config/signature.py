@@ -35,12 +35,7 @@ def sign(purpose: str, text: str) -> str:
         text: what a command of this user composed.
     """
     try:
-        path = key_path()
-        try:
-            key = _read(path)
-        except FileNotFoundError:
-            _create(path)
-            key = _read(path)
+        key = _read(key_path(), creates=True)
     except (OSError, ValueError, RuntimeError):
         return ""
     return _digest(key, purpose, text)
@@ -65,7 +60,8 @@ def describe_key_location() -> str:
     except RuntimeError:
         return "none: this user has no home folder"
     try:
-        _read(path)
+        # The reason of a key that is missing is that of why it cannot be made.
+        _read(path, creates=True)
     except (OSError, ValueError) as error:
         return f"{path}, which is not used: {getattr(error, 'strerror', '') or error}"
     return str(path)
@@ -78,12 +74,15 @@ def _digest(key: bytes, purpose: str, text: str) -> str:
     return hmac.new(key, content, "sha256").hexdigest()
 
 
-def _read(path: Path) -> bytes:
-    """Return the key.
+def _read(path: Path, creates: bool = False) -> bytes:
+    """Return the key; with `creates`, make it where there is none.
 
     Raises:
         ValueError: others could have written or read the file.
+        OSError: it cannot be read or made.
     """
+    if creates and not path.exists():
+        _create(path)
     # A link is not followed. Opening a pipe does not wait for a writer; it is refused below.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -109,8 +108,13 @@ def _create(path: Path) -> None:
     try:
         os.write(file, secrets.token_bytes(KEY_BYTES))
         os.fsync(file)
-        with suppress(FileExistsError):
+        try:
             os.link(draft, path)
+        except OSError:
+            # Another process was first, or the file system has no hard links.
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                draft.replace(path)
     finally:
         os.close(file)
-        draft.unlink()
+        draft.unlink(missing_ok=True)

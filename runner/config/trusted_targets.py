@@ -72,6 +72,8 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
         ConfigError: names each refused target, before anything of it is imported.
     """
     source = f"{config.key}={config.path}"
+    # A run without a signature has its store without one, too.
+    end = ", and tracking.uri=<the store of its record>" if "resume" in config.key else ""
     problems = []
     for group in groups:
         node = config.values.get(group)
@@ -81,7 +83,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
                 problems.append(
                     f"{source} names {name}={target}, which is neither the runner's own nor "
                     "torch's: it is not called. Its config is not signed with your key "
-                    f"({describe_key_location()}). If you trust it, type {group}=... yourself."
+                    f"({describe_key_location()}). If you trust it, type {group}=... yourself{end}."
                 )
         problems += [
             f"{source} does not hold the secret {name}. Type {name}=<value>, and in mode=evaluate "
@@ -143,20 +145,19 @@ def _is_known(group: str, target: Any) -> bool:
             return True
     if target in _OWN_FUNCTIONS.get(group, ()):
         return True
+    packages, base_class = _KINDS.get(group, ((), object))
     if group == "task" and target.startswith("torchmetrics."):
-        located = _locate_or_none(target)
         # Imported where a metric is named: the package is optional, and slow to import.
-        metric_class: Any = locate("torchmetrics.Metric")
-        return isinstance(located, type) and issubclass(located, metric_class)
-    prefixes, base_class = _KINDS.get(group, ((), object))
-    if target.startswith(prefixes):
-        # These packages hold other things, too, which take files or run code.
-        located = _locate_or_none(target)
-        if isinstance(located, type):
-            return issubclass(located, base_class)
-        is_function = isinstance(located, FunctionType)
-        return is_function and located.__module__.startswith(_MODEL_FUNCTIONS)
-    return False
+        packages, base_class = ("torchmetrics.",), _locate_or_none("torchmetrics.Metric")
+    if not target.startswith(packages):
+        return False
+    # These packages hold other things, too, which take files or run code, and modules that lead out
+    # of them: torch.fx compiles names of modules as Python source.
+    made = _locate_or_none(target)
+    if isinstance(made, FunctionType) and made.__module__.startswith(_MODEL_FUNCTIONS):
+        made = made.__annotations__.get("return")
+    is_kind = isinstance(made, type) and issubclass(made, base_class)
+    return is_kind and f"{made.__module__}.".startswith(packages)
 
 
 def _locate_or_none(target: str) -> Any:

@@ -16,7 +16,7 @@ from runner.config.schema import RunSpec
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import BatchLoader
 from runner.utils.errors import ConfigError
-from runner.utils.files import write_text
+from runner.utils.files import read_json, write_text
 from runner.utils.formatting import relative_path
 from runner.utils.layout import GUARD_FOLDER
 from runner.utils.secrets import redact_values
@@ -139,9 +139,7 @@ def read_saved_batch(path: Path) -> SavedBatch:
         ConfigError: the file is missing, or is no saved batch.
     """
     try:
-        if not path.is_file():
-            raise OSError("no such file")
-        content: Mapping[str, Any] = json.loads(path.read_text())
+        content: Mapping[str, Any] = read_json(path)
         first, last = map(int, content["steps"])
         # Checked here: a negative index would silently take a sample from the end of the set.
         micro_batches = [[_index(i) for i in micro] for micro in content["micro_batches"]]

@@ -199,7 +199,10 @@ class RunResult:
         """Return the converted share of the matrix weights, as "82 % of weights"; of a result
         without their counts the converted layers of all."""
         converted, _, total = self.converted_weights.partition("/")
-        return f"{format_part(int(converted), int(total))} of weights" if total else self.converted
+        # A stranger's file may hold anything there.
+        if not (converted.isdecimal() and total.isdecimal() and len(self.converted_weights) < 40):
+            return self.converted
+        return f"{format_part(int(converted), int(total))} of weights"
 
     @property
     def is_on_cpu(self) -> bool:
@@ -321,11 +324,9 @@ class RunResult:
         """Read `result.json` of a folder.
 
         Raises:
-            ValueError: the file is missing or damaged.
-            OSError: it cannot be read.
+            ValueError: the file is damaged.
+            OSError: it is missing, or cannot be read.
         """
-        if not (folder / RESULT).is_file():
-            raise ValueError(f"{folder / RESULT} is no file")
         return cls.from_json(read_json(folder / RESULT))
 
     @classmethod

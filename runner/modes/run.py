@@ -40,7 +40,7 @@ from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
-from runner.utils.files import check_links, os_error_reason, write_json
+from runner.utils.files import check_links, os_error_reason, unreadable, write_json
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import relative_path
 from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
@@ -83,7 +83,10 @@ def _run(
     if not rank.is_main:
         console = silent_console()  # the first process prints for all
     plan = PlannedRun(out, None, spec, invocation)
-    plan = _check_plan(_plan_resume(plan, console, strategy))
+    try:
+        plan = _check_plan(_plan_resume(plan, console, strategy))
+    except PermissionError as error:
+        raise unreadable(error) from error
     # After the resume has chosen the folder: a restarted process continues in the same one.
     torchrun.publish(torchrun.RESUME_KEY, plan.folder)
     check_links(plan.folder)

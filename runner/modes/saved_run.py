@@ -4,16 +4,15 @@ A checkpoint holds the settings of its run, and a run's folder holds config.yaml
 written these files, so code that they name is called only as config/trusted_targets.py allows.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from runner.config.invocation import Invocation
 from runner.config.overrides import override_key
@@ -27,7 +26,7 @@ from runner.config.trusted_targets import (
     masked_keys,
 )
 from runner.utils.errors import ConfigError
-from runner.utils.files import read_text
+from runner.utils.files import MAX_CONFIG_BYTES, check_values, read_json, read_text
 from runner.utils.layout import CONFIG, SIGNATURE
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
@@ -70,18 +69,19 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
     if not path.is_file():
         return None
     try:
-        text = read_text(path)
+        text = read_text(path, MAX_CONFIG_BYTES)
+        check_values(yaml.safe_load(text))
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
         problem = interpolation_problem(values)
         if not isinstance(values, dict):
             raise ValueError
-    except (OSError, TypeError, ValueError, RecursionError, YAMLError, OmegaConfBaseException):
+    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException):
         raise ConfigError(f"{path} is damaged.") from None
     if problem:
         raise ConfigError(f"{path} {problem}.")
     signed = None
-    with suppress(OSError, ValueError, RecursionError):
-        signed = json.loads(read_text(folder / SIGNATURE))
+    with suppress(OSError, ValueError):
+        signed = read_json(folder / SIGNATURE)
     is_own = isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
     return SavedConfig(values, folder, key, is_own)
 

@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 from runner.tracking import journal as journals
 from runner.tracking.metric_names import LOSS_SCALE_CHANGES
 from runner.tracking.upload_state import RefusedError
-from runner.utils.files import replaced_file
+from runner.utils.files import MAX_UNPACKED_BYTES, replaced_file
 from runner.utils.layout import HISTORY, METRICS
 
 if TYPE_CHECKING:
     import pandas
 
-MAX_ARCHIVE_BYTES = 2**30
-"""Upper bound on the uncompressed bytes of an archive that is read."""
 Curve = NDArray[np.float64]
 """Shape [3, points], float64: optimizer steps, Unix times in milliseconds, and values as they were
 recorded (NaN and infinity, too), in order of time."""
@@ -143,7 +141,7 @@ def read_history(data: Path | bytes) -> dict[str, Curve]:
     try:
         # The archive may be a stranger's. NumPy would unpack it into memory whatever its size.
         with ZipFile(source) as packed:
-            if sum(member.file_size for member in packed.infolist()) > MAX_ARCHIVE_BYTES:
+            if sum(member.file_size for member in packed.infolist()) > MAX_UNPACKED_BYTES:
                 raise ValueError("it unfolds to more than a run records")
         with np.load(source, allow_pickle=False) as archive:
             curves = {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}

@@ -44,7 +44,7 @@ from runner.training.model_call import call_model
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
 from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.files import tensors_only
+from runner.utils.files import read_as_data
 from runner.utils.formatting import first_names
 from runner.utils.modules import note_evaluation_parts
 from runner.utils.tensors import float32_bytes
@@ -286,8 +286,9 @@ def _construct(
     if low_memory:
         made_on = device
     dtype = DefaultDtype(precision.storage) if low_memory else nullcontext()
-    with dtype, made_on or nullcontext(), safe_loading(spec.model):
-        model = build_group("model", spec.model)
+    with dtype, made_on or nullcontext():
+        with safe_loading(spec.model):
+            model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
             materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))
     if not isinstance(model, nn.Module):
@@ -470,7 +471,8 @@ def starts_random(node: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
-    """Have the library that builds a model unpickle nothing but tensors and plain containers.
+    """Have the library that builds a model unpickle nothing but tensors and plain containers, and
+    import installed packages alone.
 
     One's own code reads its files as it says.
 
@@ -485,7 +487,7 @@ def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     try:
-        with tensors_only():
+        with read_as_data():
             yield
     except (UnpicklingError, RuntimeError) as error:
         # timm raises an error of its own from torch's.

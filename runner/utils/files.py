@@ -9,6 +9,7 @@ import io
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +19,13 @@ from typing import IO, Any, cast
 from runner.utils.errors import ConfigError
 from runner.utils.layout import WRITTEN_PLACES
 from runner.utils.secrets import redact_values
+
+MAX_UNPACKED_BYTES = 2**30
+"""Of a file whose content takes more than a hundred times its size."""
+MAX_CONFIG_BYTES = 2**20
+"""Of a config's file, which takes PyYAML seconds."""
+_MAX_VALUES = 100_000
+"""Of a config."""
 
 
 def prepare_output(path: Path) -> Path:
@@ -130,6 +138,49 @@ def read_text(path: Path, max_bytes: int = 2**24) -> str:
     return data.decode()
 
 
+def check_values(content: object) -> None:
+    """Refuse nested containers that unfold to more values than a config has.
+
+    In YAML (aliases) and in a pickle one value may be in many places: a few lines may stand for
+    more than the memory.
+
+    Raises:
+        ValueError: they hold too many.
+    """
+    found = [content]
+    for value in found:
+        if len(found) > _MAX_VALUES:
+            raise ValueError(f"it holds more than {_MAX_VALUES} values")
+        if isinstance(value, Mapping):
+            found += value.values()
+        elif isinstance(value, list | tuple):
+            found += value
+
+
+def unpacked_limit(path: Path) -> int:
+    """Return the bytes of memory that the content of a file, perhaps a stranger's, may take.
+
+    A file of a few MB may unpack to all memory; numbers compress to a hundredth at most.
+    """
+    import psutil
+
+    largest = max(MAX_UNPACKED_BYTES, 100 * path.stat().st_size)
+    return min(largest, psutil.virtual_memory().available)
+
+
+def check_unpacked(path: Path, size: int) -> None:
+    """Refuse a file whose content takes more bytes than `unpacked_limit`.
+
+    Raises:
+        ValueError: it takes more.
+    """
+    if size > unpacked_limit(path):
+        raise ValueError(
+            f"{path} unpacks to {size / 2**30:.1f} GiB or more, which is more than the memory that "
+            "is free or a hundred times the file. Write less or compress less (docs/own-code.md)"
+        )
+
+
 def package_file(package: str, inside: str) -> Path | None:
     """Return the path of a file or folder of an installed package; None where there is none.
 
@@ -146,23 +197,27 @@ def package_file(package: str, inside: str) -> Path | None:
 
 
 @contextmanager
-def tensors_only() -> Iterator[None]:
-    """Have each torch.load inside refuse a pickle that holds more than tensors and plain values.
+def read_as_data() -> Iterator[None]:
+    """Have the libraries that are called inside take the files that they read for data alone.
 
-    For calls of libraries that read files of weights: what they pass to torch.load, and what it
-    does where they pass nothing, changes with their versions and the environment.
+    Each torch.load refuses a pickle that holds more than tensors and plain values: what libraries
+    pass to it, and what it does where they pass nothing, changes with their versions and the
+    environment. Imports find nothing new in the working directory: libraries import packages that
+    a file names, and a folder of such a name may be a stranger's.
     """
     changes = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
-    before = {name: os.environ.get(name) for name in changes}
+    before = {name: os.environ[name] for name in changes if name in os.environ}
+    path = [*sys.path]
     os.environ.update(changes)
+    sys.path[:] = [entry for entry in path if Path(entry).resolve() != Path.cwd()]
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        # A library may have added a folder of its own.
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+        for name in changes:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def read_json(path: Path) -> Any:
@@ -251,6 +306,14 @@ def os_error_reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def unreadable(error: PermissionError) -> ConfigError:
+    """Return the message for a file that another user's permissions close."""
+    return ConfigError(
+        f"{error.filename} cannot be opened: {error.strerror}. Ask its owner for access, or copy "
+        "what you may read to a folder of your own (cp -r) and type that folder."
+    )
 
 
 def write_json(path: Path, content: Any) -> Path:

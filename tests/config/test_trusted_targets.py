@@ -11,7 +11,7 @@ from runner.utils.errors import ConfigError
 
 KNOWN = {
     "model": "runner.models.resnet.resnet runner.models.mlp.MLP torch.nn.Linear"
-    " torchvision.models.resnet18",
+    " torchvision.models.resnet18 torchvision.models.detection.backbone_utils.resnet_fpn_backbone",
     "data": "runner.data.datasets.digits.digits runner.data.padding.pad",
     "optimizer": "torch.optim.NAdam runner.training.lowbit_optimizers.AdamW8bit",
     "scheduler": "torch.optim.lr_scheduler.StepLR",
@@ -21,7 +21,8 @@ UNKNOWN = {
     "model": "os.system runner.config.targets.instantiate runner.cli.main.main torch.hub.load"
     " torch.load torch.nn.functional.relu runner.models.mlp.torch.save mine.os.mkdir"
     " mine.json.loads mine.Net pack.nets.net pack.nets.system outputs.runs.now.net yaml.load"
-    " idlelib.idle.main x",
+    " idlelib.idle.main x torchvision.models.feature_extraction.create_feature_extractor"
+    " torchvision.models.get_model_weights torch.nn.parallel.distributed.torch.fx.GraphModule",
     "data": "runner.data.datasets.text.Path torch.nn.Linear builtins.open",
     "optimizer": "torch.optim.lr_scheduler.StepLR torch.optim.optimizer.torch.load",
     "task": "torchmetrics.functional.accuracy torchmetrics.MetricCollection"

@@ -100,12 +100,20 @@ def test_a_file_that_is_no_yaml(documented, tmp_path):
 
 def test_a_resolver_of_ones_own(fresh_cli, root, tmp_path):
     text = (root / "docs" / "own-code.md").read_text()
-    (content,) = re.findall(r"```python\n# hydra_plugins/resolvers.py\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "hydra_plugins").mkdir()
-    (tmp_path / "hydra_plugins" / "resolvers.py").write_text(content)
-    done = fresh_cli("model=mlp", "model.hidden=['${mul:2,3}']", "--cfg", "job", "--resolve")
+    (content,) = re.findall(
+        r"```python\n# conf/hydra_plugins/resolvers.py\n(.*?)```", text, re.DOTALL
+    )
+    for folder in (tmp_path / "conf" / "hydra_plugins", tmp_path / "hydra_plugins"):
+        folder.mkdir(parents=True)
+    (tmp_path / "conf" / "hydra_plugins" / "resolvers.py").write_text(content)
+    (tmp_path / "hydra_plugins" / "evil.py").write_text("raise SystemExit('imported')")
+    words = ("model=mlp", "model.hidden=['${mul:2,3}']", "--cfg", "job", "--resolve")
+    done = fresh_cli("--config-dir", "conf", *words)
     assert done.rc == 0, done.stderr
     assert "hidden:\n  - 6" in done.stdout
+    refused = fresh_cli(*words)
+    assert refused.rc == 2
+    assert "hydra_plugins/ in the folder of --config-dir" in refused.stderr
 
 
 def test_a_stream_of_hugging_face(documented, root, tmp_path):

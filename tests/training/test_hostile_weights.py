@@ -17,7 +17,7 @@ from runner.models.timm_any import timm_any
 from runner.models.torchvision_any import torchvision_any
 from runner.training.model import safe_loading
 from runner.utils.errors import ConfigError
-from runner.utils.files import tensors_only
+from runner.utils.files import read_as_data
 
 NET = "test_resnet"
 BERT = {
@@ -193,7 +193,7 @@ def test_the_environment_is_as_before_afterwards(before, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     else:
         monkeypatch.setenv(name, before)
-    with suppress(ValueError), tensors_only():
+    with suppress(ValueError), read_as_data():
         assert os.environ[name] == "1"
         raise ValueError
     assert os.environ.get(name) == before

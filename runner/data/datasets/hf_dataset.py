@@ -7,6 +7,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from runner.data.datasets.parquet import batch_rows
 from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
 from runner.utils.errors import ConfigError, first_line
@@ -134,6 +135,11 @@ def _files(datasets: Any, files: Sequence[str]) -> Any:
     if len(kinds) != 1 or None in kinds:
         named = ", ".join(suffix or "without suffix" for suffix in suffixes)
         raise ConfigError(f"data=hf: the files are {named}. {_LAYOUT}, all of one kind.")
+    for file in files:
+        if kinds == {"parquet"}:
+            batch_rows(Path(file))
+        elif datasets.utils.extract.Extractor.infer_extractor_format(file):
+            raise ConfigError(f"data=hf: {file} is compressed. Unpack it first.")
     return datasets.load_dataset(kinds.pop(), data_files=[*files], split="train")
 
 

@@ -50,7 +50,9 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
     try:
         if file is None:
             raise TypeError("the value is empty")
-        with Image.open(file) as image:
+        # For EPS Pillow starts Ghostscript, which runs the file as a program.
+        Image.init()
+        with Image.open(file, formats=[name for name in Image.ID if name != "EPS"]) as image:
             image.load()
             # An image with damaged EXIF data stays as its pixels are stored.
             with suppress(Exception):
@@ -58,12 +60,13 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
             if image.mode == "F" or image.mode.startswith("I"):
                 return _grey_levels(image)
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, TypeError) as error:
+    except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
         reason = first_line(error)
         if isinstance(error, UnidentifiedImageError):  # its text holds an address
             reason = "it is in no format that Pillow knows"
         raise ConfigError(
-            f"{where}: its image cannot be decoded: {reason}. Write a PNG (8 or 16 bits) or JPEG."
+            f"{where}: its image cannot be decoded: {reason}. Write a PNG (8 or 16 bits) or JPEG, "
+            "of at most 178 million pixels."
         ) from error
 
 

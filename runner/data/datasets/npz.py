@@ -6,15 +6,12 @@ from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from runner.data.splits import Splits, TensorFields, held_out, split_fields
 from runner.utils.errors import ConfigError
-
-MAX_UNPACKED_BYTES = 2**30
-"""Of a file whose arrays take more than a hundred times its size."""
+from runner.utils.files import check_unpacked
 
 
 def npz(
@@ -90,15 +87,8 @@ def _arrays(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, n
                     f"data=npz: {path} has no array {', '.join(missing)}; it has "
                     f"{', '.join(loaded.files)}. Type data.target=<name> and data.inputs=[<names>]."
                 )
-            # A file of a few MB may unpack to all memory; numbers compress to a hundredth at most.
             size = sum(loaded.zip.getinfo(f"{name}.npy").file_size for name in names)
-            largest = max(MAX_UNPACKED_BYTES, 100 * Path(path).stat().st_size)
-            if size > min(largest, psutil.virtual_memory().available):
-                raise ConfigError(
-                    f"data=npz: the arrays of {path} unpack to {size / 2**30:.1f} GiB, more than "
-                    "the memory that is free or a hundred times the file. Write it with np.savez, "
-                    "or smaller, or a data set that reads one example at a time (docs/own-code.md)."
-                )
+            check_unpacked(Path(path), size)
             return {name: loaded[name] for name in names}
     except (KeyError, ValueError, OSError, EOFError, MemoryError, BadZipFile, zlib.error) as error:
         raise ConfigError(f"data=npz: {path} cannot be read: {error}.") from error

@@ -1,5 +1,6 @@
 """Load rows of parquet files: columns of numbers, texts through a tokenizer, or encoded images."""
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,10 @@ from typing import Any
 from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
 from runner.utils.errors import ConfigError
+from runner.utils.files import check_unpacked, unpacked_limit
+
+_BYTES = {"FLOAT": 4, "INT64": 8, "DOUBLE": 8}
+"""Of a number in memory, by parquet's physical types; numbers of 8 bits have another one, too."""
 
 
 @partial(table_target, "parquet")
@@ -40,7 +45,47 @@ def _read(path: str, columns: TableColumns) -> Any:
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"data=parquet: no parquet file is at {path}. Type data.path=<file>.")
     try:
-        columns.check_present(files[0], pq.read_schema(files[0]).names)
-        return pa.concat_tables([pq.read_table(file, columns=columns.names) for file in files])
-    except (pa.ArrowException, OSError) as error:
+        schema = pq.read_schema(files[0])
+        columns.check_present(files[0], schema.names)
+        batches = [batch for file in files for batch in _batches(file, columns.names)]
+        return pa.Table.from_batches(batches) if batches else schema.empty_table()
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"data=parquet: {path} cannot be read: {error}.") from error
+
+
+def _batches(file: Path, names: Sequence[str]) -> Iterator[Any]:
+    """Yield columns of a file; one that unpacks to all memory is refused before it does.
+
+    Raises:
+        ValueError: the file takes too much memory.
+    """
+    from pyarrow import parquet as pq
+
+    size = 0
+    for batch in pq.ParquetFile(file).iter_batches(batch_rows(file, names), columns=[*names]):
+        size += batch.nbytes
+        check_unpacked(file, size)
+        yield batch
+
+
+def batch_rows(file: Path, names: Sequence[str] | None = None) -> int:
+    """Return how many rows of a file can be read at once without filling the memory.
+
+    Args:
+        file: to be read.
+        names: columns that are read; None for all.
+
+    Raises:
+        ValueError: the numbers in it take too much memory, as its metadata say.
+    """
+    from pyarrow import parquet as pq
+
+    metadata = pq.read_metadata(file)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(metadata.num_columns)]
+    if names is not None:
+        chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
+    check_unpacked(file, sum(c.num_values * _BYTES.get(c.physical_type, 1) for c in chunks))
+    # A text or an image is at most as large as its group of rows, which stores equal ones once.
+    largest = max((group.total_byte_size for group in groups), default=0)
+    return max(unpacked_limit(file) // max(largest, 1), 1)

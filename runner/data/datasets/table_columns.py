@@ -29,6 +29,7 @@ from runner.data.splits import (
     split_rows,
 )
 from runner.utils.errors import ConfigError
+from runner.utils.files import read_as_data
 
 log = logging.getLogger(__name__)
 
@@ -436,7 +437,8 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
             loaded = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             keys = {"local_files_only": True, "trust_remote_code": False}
-            loaded = AutoTokenizer.from_pretrained(path, **keys)
+            with read_as_data():
+                loaded = AutoTokenizer.from_pretrained(path, **keys)
     except ImportError as error:
         raise ConfigError(
             "data.tokenizer: transformers is missing. Type pip install 'precision-runner[hf]'."

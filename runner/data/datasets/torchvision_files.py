@@ -15,7 +15,7 @@ from torchvision.datasets import CIFAR10, MNIST
 
 from runner.data.splits import Splits, image_tensors
 from runner.utils.errors import ConfigError
-from runner.utils.files import tensors_only
+from runner.utils.files import read_as_data
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TorchvisionDataset:
     def _split(self, root: str, train: bool, download: bool) -> TensorDataset:
         # torchvision compares CIFAR's pickles with their checksums before it reads them, and loads
         # the files that its older versions made of MNIST.
-        with tensors_only():
+        with read_as_data():
             dataset = self.kind(root, train=train, download=download)
         pixels = torch.as_tensor(dataset.data)  # uint8 [N, H, W] or [N, H, W, C]
         pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)

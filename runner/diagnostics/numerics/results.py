@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from runner.precision.emulation.formats import FLOAT16, FORMATS
 from runner.utils.errors import ConfigError
-from runner.utils.files import write_text
+from runner.utils.files import read_json, write_text
 from runner.utils.layout import NUMERICS
 
 KINDS = ("activations", "weights", "gradients", "updates")
@@ -256,7 +256,7 @@ def read(folder: Path) -> Numerics:
     if not path.is_file():
         raise ConfigError(f"{path} is no file. Train with numerics.every=<steps> to have it.")
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         snapshots = []
         for probe in content["probes"]:
             measured = []
