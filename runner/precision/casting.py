@@ -5,7 +5,7 @@ width (complex64 <-> complex128) and never lose their imaginary part.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
+from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.modules import tensors_named
 from runner.utils.tensors import memory_of
 
@@ -165,6 +166,151 @@ class CastCacheWatch(TorchFunctionMode):
         return result
 
 
+class WideTrial(TorchFunctionMode):
+    """A context around a forward in which some values are wider than the precision stores, and
+    which finds those of them that an operation does not take.
+
+    An operation that fails with such values gets them cast, so that one forward finds all.
+
+    Args:
+        storage: dtype of the precision.
+
+    Attributes:
+        refused: the origins of wide values with which an operation failed.
+    """
+
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__()
+        self._storage = storage
+        self._origins: dict[int, frozenset[Any]] = {}  # by id
+        self._values: list[Tensor] = []  # alive, or other tensors could get their ids
+        self.refused = set[Any]()
+
+    def add(self, values: Any, *origins: Any) -> bool:
+        """Note what the wide ones among the tensors of a nest come from; return whether there are
+        any."""
+        wide = [leaf for leaf in tree_leaves(values) if is_wider(leaf, self._storage.itemsize)]
+        self._origins |= {id(leaf): frozenset(origins) for leaf in wide}
+        self._values += wide
+        return bool(wide)
+
+    def origins(self, values: Any) -> set[Any]:
+        """Return what the tensors of a nest come from."""
+        return {origin for v in tree_leaves(values) for origin in self._origins.get(id(v), ())}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        origins = self.origins((args, kwargs))
+        if not origins:
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.refused |= origins
+            args, kwargs = tree_map(self._narrowed, (args, kwargs))
+            return func(*args, **kwargs)
+        self.add(result, *origins)
+        return result
+
+    def _narrowed(self, value: Any) -> Any:
+        return value.to(self._storage) if id(value) in self._origins else value
+
+
+class DefaultDtypeWatch(TorchFunctionMode):
+    """A context around a forward in which torch's default dtype has 16 bits, which finds modules
+    whose tensors made without a dtype lose values by it.
+
+    Such tensors, and what is computed of them alone, are computed in float32, too. Values are lost
+    where distinct ones become equal or move by more than two roundings. Uniform random numbers of
+    16 bits are multiples of 2^-8 (bfloat16) or 2^-11, so that they are below 0.001 too often.
+
+    Args:
+        model: whose modules are watched.
+
+    Attributes:
+        losing: dotted names of the modules; that of the model itself is ROOT.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._tape = ModuleTape()
+        self._exact: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor and its float32 values
+        self.losing: dict[str, None] = {}
+
+    def __enter__(self) -> "DefaultDtypeWatch":
+        for name, module in self._model.named_modules():
+            self._tape.watch_calls(name or ROOT, module)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tape.close()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        floats = [leaf for leaf in leaves if is_wider(leaf, 0)]
+        narrow = torch.get_default_dtype()
+        is_made = isinstance(result, Tensor) and result.dtype is narrow and narrow.itemsize == 2
+        is_own = all(id(leaf) in self._exact for leaf in floats)
+        has_dtype = any(isinstance(leaf, torch.dtype) for leaf in leaves)
+        # An operation in place, as that of an index, may return nothing.
+        if has_dtype or not is_own or not (floats or is_made) or not self._tape.running:
+            return result
+        module = self._tape.running[-1]
+        if func in _RANDOM:
+            if func is torch.rand and is_made:
+                self.losing[module] = None
+            return result
+        devices = [leaf.device for leaf in floats if leaf.is_cuda][:1]
+        with DefaultDtype(torch.float32), torch.random.fork_rng(devices):
+            args, kwargs = tree_map(self._widened, (args, kwargs))
+            exact = func(*args, **kwargs)
+        if is_made:
+            self._exact[id(result)] = result, exact
+            if _loses_values(result, exact):
+                self.losing[module] = None
+        return result
+
+    def _widened(self, value: Any) -> Any:
+        return self._exact.get(id(value), (None, value))[1]
+
+
+_RANDOM = {torch.empty, torch.rand, torch.randn, torch.normal, torch.bernoulli, torch.rand_like}
+_RANDOM |= {torch.randn_like, torch.dropout, F.dropout}
+"""Functions whose results cannot be computed a second time."""
+
+
+def _loses_values(narrow: Tensor, exact: Tensor) -> bool:
+    """Return whether values of 16 bits are fewer or other ones than float32's."""
+    if not exact.numel() or exact.is_meta:
+        return False
+    tolerance = 2 * torch.finfo(narrow.dtype).eps * exact.abs().amax()
+    is_moved = ((narrow - exact).abs() > tolerance).any()
+    return bool(is_moved) or narrow.unique().numel() < exact.unique().numel()
+
+
+def lost_whole_numbers(values: Tensor, dtype: torch.dtype) -> list[tuple[int, float]]:
+    """Return a column in which all numbers are whole and a dtype cannot hold one of them, and that
+    number; empty without one. The last dimension counts the columns, of [N] there is one."""
+    columns = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
+    is_whole = (columns == columns.round()).all(0)
+    is_lost = is_whole & (columns.to(dtype) != columns)
+    return [(int(place[1]), float(columns[*place])) for place in is_lost.nonzero()[:1]]
+
+
+def is_wider(value: Any, itemsize: int) -> bool:
+    """Return whether a value is a floating tensor of more bytes a number."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > itemsize
+
+
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor as a precision of this floating dtype holds it; the same object where nothing
     changes."""
@@ -205,28 +351,35 @@ def _has_own_apply(value: Any) -> bool:
     return hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, nn.Module)
 
 
-def cast_inputs(inputs: Any, dtype: torch.dtype, wide: Collection[str | int]) -> Any:
-    """Return a model's inputs cast to a dtype, those of some fields to float32.
+def cast_fields(
+    nest: Any, cast: Callable[[Any], Any], wide: Mapping[str | int, torch.dtype]
+) -> Any:
+    """Return a model's inputs or a module's outputs cast, some of their fields to own dtypes.
 
     Args:
-        inputs: a tensor, or a mapping or sequence of fields.
-        dtype: of the other floating tensors.
-        wide: keys or positions of fields; 0 for the only tensor.
+        nest: a tensor, or a mapping or sequence of fields.
+        cast: is applied to the other fields.
+        wide: dtypes of fields, by key or position; 0 for the only tensor.
     """
     if not wide:
-        return cast_nest(inputs, dtype)
-    fields = input_fields(inputs).items()
-    cast = {key: cast_nest(part, torch.float32 if key in wide else dtype) for key, part in fields}
-    if isinstance(inputs, Mapping):
-        return type(inputs)(cast)  # type: ignore[call-arg]
-    return type(inputs)(cast.values()) if isinstance(inputs, list | tuple) else cast[0]
+        return cast(nest)
+    parts = {
+        key: cast_nest(part, wide[key]) if key in wide else cast(part)
+        for key, part in fields_of(nest).items()
+    }
+    if isinstance(nest, Mapping):
+        return type(nest)(parts)  # type: ignore[call-arg]
+    if hasattr(nest, "_fields"):
+        return type(nest)(*parts.values())
+    return type(nest)(parts.values()) if isinstance(nest, list | tuple) else parts[0]
 
 
-def input_fields(inputs: Any) -> dict[str | int, Any]:
-    """Return the fields of a model's inputs by key or position; of a tensor, itself at 0."""
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    return dict(enumerate(inputs if isinstance(inputs, list | tuple) else [inputs]))
+def fields_of(nest: Any) -> dict[str | int, Any]:
+    """Return the fields of a model's inputs or a module's outputs by key or position; of a tensor,
+    itself at 0."""
+    if isinstance(nest, Mapping):
+        return dict(nest)
+    return dict(enumerate(nest if isinstance(nest, list | tuple) else [nest]))
 
 
 def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:

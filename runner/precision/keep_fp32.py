@@ -15,23 +15,26 @@ bfloat16, too) and core_model_loading.py.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
+from runner.precision.casting import DefaultDtype, cast_fields, cast_floats, cast_nest, cast_tensor
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 from runner.utils.library_warnings import suppress_warnings
 from runner.utils.module_tape import is_in_backward
 from runner.utils.modules import frozen_parts, outermost_names, select_modules, tensors_named
-from runner.utils.tensors import dtype_name
+from runner.utils.tensors import dtype_name, widest_float
 
+_CPU = torch.device("cpu")
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
 
@@ -40,6 +43,8 @@ class KeptInFloat32:
     the modules around it."""
 
     _surroundings: torch.dtype
+    # Dtypes of the outputs, by key or position, that are not cast to the surroundings'.
+    _wide_outputs: Mapping[str | int, torch.dtype] = MappingProxyType({})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = (*self.parameters(recurse=False), *tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
@@ -55,8 +60,10 @@ class KeptInFloat32:
         finally:
             torch.set_default_dtype(previous)
         # Under autocast the surroundings are float32 storage and the next operation casts by
-        # itself; in a true precision the next layer's weights want their own dtype.
-        return cast_nest(outputs, self._surroundings)
+        # itself; in a true precision the next layer's weights want their own dtype, and outputs
+        # that no such layer takes stay as they are, see runner.modes.execution.
+        cast = partial(cast_nest, dtype=self._surroundings)
+        return cast_fields(outputs, cast, self._wide_outputs)
 
 
 def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
@@ -160,14 +167,23 @@ def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
         )
 
 
+def double_parts(model: nn.Module) -> dict[str, Tensor]:
+    """Return the float64 parameters and buffers by name, of a model with most weights in others."""
+    double = {n: t for n, t in _named_tensors(model).items() if t.dtype is torch.float64}
+    sizes = Counter[bool]()
+    for parameter in model.parameters() if double else ():
+        sizes[parameter.dtype is torch.float64] += parameter.numel()
+    return double if sizes[True] < sizes[False] else {}
+
+
 def find_kept_tensors(
-    model: nn.Module, storage: torch.dtype
+    model: nn.Module, storage: torch.dtype, device: torch.device = _CPU
 ) -> tuple[dict[str, torch.dtype], tuple[str, ...]]:
     """Return what keeps its dtype where the other floating tensors get the storage dtype.
 
     Returns:
         By name float32 for the parameters and buffers that the model declares so, and the dtypes of
-        those that it froze in one of their own; lines for the console.
+        those that it froze in one of their own or built in float64; lines for the console.
     """
     kept: dict[str, torch.dtype] = {}
     lines: list[str] = []
@@ -178,6 +194,8 @@ def find_kept_tensors(
         kept |= {f"{path}.{name}": dtype for name, dtype in own.items()}
         for dtype in {*own.values()}:
             lines.append(f"stays in {dtype_name(dtype)}, frozen by the model: {path}")
+    if storage is not torch.float64 and widest_float(device) is torch.float64:
+        kept = {**dict.fromkeys(double_parts(model), torch.float64), **kept}
     declared: list[str] = []
     if storage.itemsize == 2:
         models = [n for n, m in model.named_modules() if hasattr(m, "_keep_in_fp32_modules")]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from runner.precision import options
-from runner.precision.casting import autocast, float64_to_float32
+from runner.precision.casting import autocast
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
@@ -111,11 +111,6 @@ class MixedPrecision(Precision):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         return autocast(device.type, self.compute, self.caches_casts)
-
-    def cast(self, inputs: Any) -> Any:
-        """Return the inputs as they are, for autocast to cast; only float64, which it does not
-        cast, becomes float32."""
-        return float64_to_float32(inputs)
 
     def scale(self, device: torch.device) -> LossScale:
         if self.loss_scale is None:
