@@ -12,22 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.sampling import restored_random_state
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
-from runner.precision.casting import (
-    CastCacheWatch,
-    WideTrial,
-    cast_tensor,
-    fields_of,
-    is_wider,
-    lost_whole_numbers,
-)
+from runner.modes.wide_values import fit_wide_values
+from runner.precision.casting import CastCacheWatch
 from runner.precision.contract import Precision
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -37,7 +29,6 @@ from runner.precision.conversion_proof import (
     holds_matrix,
 )
 from runner.precision.conversion_report import ConversionReport
-from runner.precision.keep_fp32 import KeptInFloat32, double_parts
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 from runner.training.expert_loads import ExpertLoads
 from runner.training.initial_weights import read_initial_weights
@@ -54,10 +45,8 @@ from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
 from runner.utils.layout import ROUTERS
-from runner.utils.module_tape import ModuleTape
-from runner.utils.modules import matches_pattern
+from runner.utils.modules import matches_pattern, set_training
 from runner.utils.reproducibility import saved_forward_state, seed_all
-from runner.utils.tensors import dtype_name
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
 BYPASSED_REASON = "the model reads its weight and passes its forward by"
@@ -162,7 +151,7 @@ def build_proven_model(
         built = _build(setup, make, saved)
     finally:
         precision.finds_experts = False
-    built = _fit_wide_values(setup, built, inputs)
+    built = _fit_wide(setup, built, inputs)
     experts = expert_layouts(built.model)
     if not (experts or _converts(built) or adapted_layers(built.model)):
         return built
@@ -188,7 +177,7 @@ def build_proven_model(
             precision.expert_layouts = trial.experts
         del built  # else both models would be in memory
         seed_all(setup.spec.seed)
-        built = _fit_wide_values(setup, _build(setup, make, saved), inputs)
+        built = _fit_wide(setup, _build(setup, make, saved), inputs)
         trial = _trial(setup, built, inputs)
     known = [stack for stack in expert_stacks(built.model) if not stack.module.is_trial]
     found = {stack.name: stack.transposed for stack in known}
@@ -302,9 +291,9 @@ def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -
 
 
 def _process_trial(
-    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
+    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any], trains: bool = False
 ) -> TrialResult:
-    """Return the result of this process's trial forward."""
+    """Return the result of this process's trial forward, in training mode if it `trains`."""
     precision = setup.precision
     model = built.model
     converted = converted_layers(model, built.report)
@@ -316,6 +305,8 @@ def _process_trial(
             first = precision.cast(inputs())
             # In evaluation mode, so that no statistics of the first batch get into the model.
             model.eval()
+            if trains:
+                set_training(model)
             with (
                 torch.no_grad(),
                 precision.session(model, setup.device),
@@ -338,174 +329,16 @@ def _process_trial(
     return TrialResult(watch.executed, bypassed, completed, matrices, *found)
 
 
-class WideValues(NamedTuple):
-    """What a precision may leave wider than it stores, where the forward takes it so.
-
-    Attributes:
-        inputs: the dtypes that fields of the model's inputs would have, by key or position.
-        label: the keys or positions of those that are the target, too.
-        whole: of each field with whole numbers that the storage dtype cannot hold, the column and
-            the value of one.
-        kept: the modules of keep_fp32 whose outputs would be rounded, by name.
-        parts: the parameters and buffers that the model built in float64, by name.
-    """
-
-    inputs: dict[str | int, torch.dtype]
-    label: set[str | int]
-    whole: dict[str | int, tuple[int, float]]
-    kept: dict[str, KeptInFloat32]
-    parts: dict[str, Tensor]
-
-
-class WideTrialResult(NamedTuple):
-    """What a forward does with wide values: inputs by key, outputs by module and key, parts by
-    name.
-
-    Attributes:
-        refused: those with which an operation fails.
-        reached: the inputs whose values a module of keep_fp32 is given.
-        outputs: the wide outputs of such modules.
-    """
-
-    refused: set[tuple[Any, ...]]
-    reached: set[tuple[Any, ...]]
-    outputs: set[tuple[Any, ...]]
-
-
-def _fit_wide_values(
-    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
-) -> BuiltModel:
-    """Leave those values wider than the precision stores that the forward takes so, by the rule in
-    docs/precisions.md; return the model with lines that name them.
-
-    Raises:
-        ConfigError: whole numbers among the inputs would be rounded.
-    """
-    precision, strategy = setup.precision, setup.strategy
-    precision.wide_inputs = {}
+def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -> BuiltModel:
+    """Return the model with what stays wider than the precision stores; see fit_wide_values."""
     with restored_random_state():
         batch = inputs()
-    wide = _wide_values(setup, built.model, batch)
-    if not strategy.all_reduce_max(bool(wide.inputs or wide.kept or wide.parts)):
-        return built
-    found = _try_wide(setup, built, batch, wide)
-    wanted = {*wide.label, *wide.whole, *(key for _, key in found.reached)}
-    precision.wide_inputs = {
-        key: dtype
-        for key, dtype in wide.inputs.items()
-        if ("input", key) not in found.refused and (key in wanted or dtype is torch.float64)
-    }
-    outputs = found.outputs - found.refused
-    for _, name, key in outputs:
-        module = wide.kept[name]
-        module._wide_outputs = {**module._wide_outputs, key: torch.float32}
-    cast = [name for name in wide.parts if ("part", name) in found.refused]
-    # What an operation of the user's own takes shows only without the trial's casts.
-    own = _process_trial(setup, built, lambda: batch).forward_completed
-    if not strategy.broadcast_object(all(strategy.gather_object(own))):
-        precision.wide_inputs = {}
-        outputs = set()
-        cast = [*wide.parts]
-        for module in wide.kept.values():
-            module._wide_outputs = {}
-    for name in cast:
-        wide.parts[name].data = cast_tensor(wide.parts[name].data, precision.storage)
-    for key, (column, number) in wide.whole.items():
-        if key not in precision.wide_inputs:
-            raise ConfigError(
-                f"precision={precision.name}: column {column} of input {key} holds whole numbers, "
-                f"and {dtype_name(precision.storage)} has no {number:.15g}; no layer takes it in "
-                "float32. Numbers of categories would become others. Have the data set yield them "
-                "as integers, in a field of their own, and scale measurements; or type precision="
-                f"{precision.wider_precision}, which leaves inputs as they are."
-            )
-    lines = _wide_lines(precision, wide, cast, {name for _, name, _ in outputs})
-    report = replace(built.report, kept=(*built.report.kept, *lines))
-    return built._replace(report=report)
 
+    def completes(inputs: Any, trains: bool) -> bool:
+        return _process_trial(setup, built, lambda: inputs, trains).forward_completed
 
-def _wide_values(setup: TrainingSetup, model: nn.Module, batch: Any) -> WideValues:
-    """Return what of a model and its first batch the precision would round."""
-    storage = setup.precision.storage
-    label: set[str | int] = set()
-    if setup.task.passes_target:
-        layout = setup.task.layout(None, setup.task.target_field)
-        is_named = isinstance(batch, Mapping)
-        label = {layout.field_names(tuple(batch))[0] if is_named else len(batch) - 1}
-    named = model.named_modules() if storage.itemsize == 2 else ()
-    kept = {name: module for name, module in named if isinstance(module, KeptInFloat32)}
-    parts = {} if storage is torch.float64 else double_parts(model)
-    inputs: dict[str | int, torch.dtype] = {}
-    whole: dict[str | int, tuple[int, float]] = {}
-    for key, value in fields_of(batch).items():
-        floats = [leaf for leaf in tree_leaves(value) if is_wider(leaf, storage.itemsize)]
-        is_double = any(leaf.dtype is torch.float64 for leaf in floats)
-        if floats and key in label:
-            inputs[key] = setup.precision.loss_dtype
-            continue
-        for leaf in floats if storage.itemsize == 2 else ():
-            whole |= {key: place for place in lost_whole_numbers(leaf, storage)}
-        if floats and (is_double or kept or key in whole):
-            inputs[key] = torch.float64 if is_double else torch.float32
-    return WideValues(inputs, label, whole, kept, parts)
-
-
-def _try_wide(
-    setup: TrainingSetup, built: BuiltModel, batch: Any, wide: WideValues
-) -> WideTrialResult:
-    """Return what a forward of all processes together does with wide values."""
-    precision = setup.precision
-    trial = WideTrial(precision.storage)
-    reached, outputs = set[Any](), set[Any]()
-
-    def begin(_: str, call: Any) -> None:
-        reached.update(origin for origin in trial.origins(call) if origin[0] == "input")
-
-    def end(name: str, output: Any) -> None:
-        for key, value in fields_of(output).items():
-            outputs.update(
-                {("output", name, key)} if trial.add(value, ("output", name, key)) else ()
-            )
-
-    precision.wide_inputs = wide.inputs
-    first = precision.cast(batch)
-    for key, value in fields_of(first).items():
-        trial.add(value, ("input", key))
-    for name, part in wide.parts.items():
-        trial.add(part, ("part", name))
-    with ModuleTape() as tape:
-        for name, module in wide.kept.items():
-            tape.watch_calls(name, module, begin, end)
-            module._surroundings = torch.float32
-        with trial:
-            _process_trial(setup, built, lambda: first)
-        for module in wide.kept.values():
-            module._surroundings = precision.storage
-    every = setup.strategy.gather_object((trial.refused, reached, outputs))
-    together = [set[Any]().union(*parts) for parts in zip(*every, strict=True)]
-    return setup.strategy.broadcast_object(WideTrialResult(*together))
-
-
-def _wide_lines(
-    precision: Precision, wide: WideValues, cast: list[str], outputs: set[str]
-) -> Iterator[str]:
-    """Yield lines that name what stays wider than the precision stores, and what does not."""
-    for dtype in (torch.float32, torch.float64):
-        names = [str(k) for k, d in precision.wide_inputs.items() if d is dtype]
-        if names:
-            yield f"stays in {dtype_name(dtype)}, which the forward takes: input {first_names(names)}"
-    if outputs:
-        names = first_names(sorted(outputs))
-        yield f"stays in float32, for no layer that needs another dtype follows: output of {names}"
-    stays = [name for name in wide.parts if name not in cast]
-    if stays:
-        yield f"stays in float64, as the model was built: {first_names(stays, 8)}"
-    storage = dtype_name(precision.storage)
-    if cast:
-        names = first_names(cast)
-        yield f"cast from float64 to {storage}, for the forward takes no float64: {names}"
-    for key in wide.label & {*wide.inputs} - {*precision.wide_inputs}:
-        yield f"warning: input {key}, the labels, is rounded to {storage}: the loss takes no other"
+    lines = fit_wide_values(setup, built.model, batch, completes)
+    return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 
 
 class FirstStepProof:

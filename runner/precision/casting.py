@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
-from runner.utils.module_tape import ROOT, ModuleTape
 from runner.utils.modules import tensors_named
 from runner.utils.tensors import memory_of
 
@@ -167,29 +166,35 @@ class CastCacheWatch(TorchFunctionMode):
 
 
 class WideTrial(TorchFunctionMode):
-    """A context around a forward in which some values are wider than the precision stores, and
-    which finds those of them that an operation does not take.
+    """A context around a forward in which values are wider than the precision stores, and which
+    finds those of them that an operation does not take.
 
     An operation that fails with such values gets them cast, so that one forward finds all.
 
     Args:
         storage: dtype of the precision.
+        running: names of the modules whose forward runs, the innermost last; None leaves tensors
+            aside that are made without a dtype.
 
     Attributes:
         refused: the origins of wide values with which an operation failed.
+        makers: the origins of tensors that are made without a dtype.
+        losing: those of them whose distinct values the storage dtype makes equal.
     """
 
-    def __init__(self, storage: torch.dtype) -> None:
+    def __init__(self, storage: torch.dtype, running: Callable[[], str]) -> None:
         super().__init__()
         self._storage = storage
+        self._running = running
         self._origins: dict[int, frozenset[Any]] = {}  # by id
         self._values: list[Tensor] = []  # alive, or other tensors could get their ids
-        self.refused = set[Any]()
+        self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
+        self.refused, self.makers, self.losing = set[Any](), set[Any](), set[Any]()
 
     def add(self, values: Any, *origins: Any) -> bool:
         """Note what the wide ones among the tensors of a nest come from; return whether there are
         any."""
-        wide = [leaf for leaf in tree_leaves(values) if is_wider(leaf, self._storage.itemsize)]
+        wide = [leaf for leaf in tree_leaves(values) if is_wider(leaf, self._storage)]
         self._origins |= {id(leaf): frozenset(origins) for leaf in wide}
         self._values += wide
         return bool(wide)
@@ -203,98 +208,32 @@ class WideTrial(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         origins = self.origins((args, kwargs))
-        if not origins:
-            return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception:
+            if not origins:
+                raise
             self.refused |= origins
             args, kwargs = tree_map(self._narrowed, (args, kwargs))
             return func(*args, **kwargs)
+        maker = self._running()
+        leaves = tree_leaves((args, kwargs))
+        has_dtype = func is Tensor.float or any(isinstance(v, torch.dtype) for v in leaves)
+        floats = {id(v) for v in leaves if isinstance(v, Tensor) and v.is_floating_point()}
+        if maker and not has_dtype and floats <= self._made and is_wider(result, self._storage):
+            if not floats:
+                origins.add(("made", maker))
+                self.makers.add(("made", maker))
+            # What a normal distribution loses is no more than the sums lose to which it is added.
+            if func is not torch.randn:
+                self._made.add(id(result))
+                if result.to(self._storage).unique().numel() < result.unique().numel():
+                    self.losing |= origins
         self.add(result, *origins)
         return result
 
     def _narrowed(self, value: Any) -> Any:
         return value.to(self._storage) if id(value) in self._origins else value
-
-
-class DefaultDtypeWatch(TorchFunctionMode):
-    """A context around a forward in which torch's default dtype has 16 bits, which finds modules
-    whose tensors made without a dtype lose values by it.
-
-    Such tensors, and what is computed of them alone, are computed in float32, too. Values are lost
-    where distinct ones become equal or move by more than two roundings. Uniform random numbers of
-    16 bits are multiples of 2^-8 (bfloat16) or 2^-11, so that they are below 0.001 too often.
-
-    Args:
-        model: whose modules are watched.
-
-    Attributes:
-        losing: dotted names of the modules; that of the model itself is ROOT.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-        self._tape = ModuleTape()
-        self._exact: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor and its float32 values
-        self.losing: dict[str, None] = {}
-
-    def __enter__(self) -> "DefaultDtypeWatch":
-        for name, module in self._model.named_modules():
-            self._tape.watch_calls(name or ROOT, module)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._tape.close()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        floats = [leaf for leaf in leaves if is_wider(leaf, 0)]
-        narrow = torch.get_default_dtype()
-        is_made = isinstance(result, Tensor) and result.dtype is narrow and narrow.itemsize == 2
-        is_own = all(id(leaf) in self._exact for leaf in floats)
-        has_dtype = any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        # An operation in place, as that of an index, may return nothing.
-        if has_dtype or not is_own or not (floats or is_made) or not self._tape.running:
-            return result
-        module = self._tape.running[-1]
-        if func in _RANDOM:
-            if func is torch.rand and is_made:
-                self.losing[module] = None
-            return result
-        devices = [leaf.device for leaf in floats if leaf.is_cuda][:1]
-        with DefaultDtype(torch.float32), torch.random.fork_rng(devices):
-            args, kwargs = tree_map(self._widened, (args, kwargs))
-            exact = func(*args, **kwargs)
-        if is_made:
-            self._exact[id(result)] = result, exact
-            if _loses_values(result, exact):
-                self.losing[module] = None
-        return result
-
-    def _widened(self, value: Any) -> Any:
-        return self._exact.get(id(value), (None, value))[1]
-
-
-_RANDOM = {torch.empty, torch.rand, torch.randn, torch.normal, torch.bernoulli, torch.rand_like}
-_RANDOM |= {torch.randn_like, torch.dropout, F.dropout}
-"""Functions whose results cannot be computed a second time."""
-
-
-def _loses_values(narrow: Tensor, exact: Tensor) -> bool:
-    """Return whether values of 16 bits are fewer or other ones than float32's."""
-    if not exact.numel() or exact.is_meta:
-        return False
-    tolerance = 2 * torch.finfo(narrow.dtype).eps * exact.abs().amax()
-    is_moved = ((narrow - exact).abs() > tolerance).any()
-    return bool(is_moved) or narrow.unique().numel() < exact.unique().numel()
 
 
 def lost_whole_numbers(values: Tensor, dtype: torch.dtype) -> list[tuple[int, float]]:
@@ -306,9 +245,10 @@ def lost_whole_numbers(values: Tensor, dtype: torch.dtype) -> list[tuple[int, fl
     return [(int(place[1]), float(columns[*place])) for place in is_lost.nonzero()[:1]]
 
 
-def is_wider(value: Any, itemsize: int) -> bool:
-    """Return whether a value is a floating tensor of more bytes a number."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > itemsize
+def is_wider(value: Any, dtype: torch.dtype) -> bool:
+    """Return whether a value is a floating tensor of more bytes a number than a dtype has."""
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return is_float and value.itemsize > dtype.itemsize
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
