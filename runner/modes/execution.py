@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.sampling import restored_random_state
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
-from runner.modes.wide_values import fit_wide_values
-from runner.precision.casting import CastCacheWatch
+from runner.precision.casting import CastCacheWatch, fields_of, is_wider, lost_whole_numbers
 from runner.precision.contract import Precision
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -29,6 +29,7 @@ from runner.precision.conversion_proof import (
     holds_matrix,
 )
 from runner.precision.conversion_report import ConversionReport
+from runner.precision.keep_fp32 import WideTrial
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 from runner.training.expert_loads import ExpertLoads
 from runner.training.initial_weights import read_initial_weights
@@ -330,14 +331,58 @@ def _process_trial(
 
 
 def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -> BuiltModel:
-    """Return the model with what stays wider than the precision stores; see fit_wide_values."""
+    """Leave wider than the precision stores what the forward takes so, by the rule in
+    docs/precisions.md; return the model with lines that name it.
+
+    Raises:
+        ConfigError: 16 bits would change whole numbers among the inputs.
+    """
+    precision, storage, strategy = setup.precision, setup.precision.storage, setup.strategy
     with restored_random_state():
         batch = inputs()
+    label = [*fields_of(batch)][-1] if setup.task.passes_target else None
+    wide: dict[str | int, torch.dtype] = {}
+    lost: dict[str | int, str] = {}
+    for key, value in fields_of(batch).items():
+        floats = [leaf for leaf in tree_leaves(value) if is_wider(leaf, storage)]
+        is_double = key != label and torch.float64 in {leaf.dtype for leaf in floats}
+        if floats:
+            wide[key] = torch.float64 if is_double else torch.float32
+        for leaf in floats if key != label and storage.itemsize == 2 else ():
+            lost[key] = lost_whole_numbers(leaf, storage) or lost.get(key, "")
+    precision.wide_inputs = wide
+    contexts = precision.forward(setup.device), precision.backward(setup.device)
+    trial = WideTrial(built.model, storage, contexts)
+    first = precision.cast(batch)
+    for key, value in fields_of(first).items():
+        trial.add(value, {("input", key)})
+    # In training mode, too, in which alone a forward may make tensors without a dtype.
+    modes = (False, True) if trial.makes else (False,)
 
-    def completes(inputs: Any, trains: bool) -> bool:
-        return _process_trial(setup, built, lambda: inputs, trains).forward_completed
+    def completes(values: Any) -> bool:
+        tried = [_process_trial(setup, built, lambda: values, m).forward_completed for m in modes]
+        return strategy.broadcast_object(all(tried))
 
-    lines = fit_wide_values(setup, built.model, batch, completes)
+    with trial:
+        if trial.found or trial.makes:
+            completes(first)
+    taken, losing, lost = strategy.broadcast_object((trial.taken(), trial.losing, lost))
+    for proven in (taken, set[Any]()):
+        precision.wide_inputs = {k: dtype for k, dtype in wide.items() if ("input", k) in proven}
+        trial.leave(proven)
+        # An autograd.Function, say, hides its operations from the trial.
+        if not proven or completes(batch):
+            break
+    changed = [
+        f"{text} of input {k}" for k, text in lost.items() if text and ("input", k) not in proven
+    ]
+    if changed:
+        raise ConfigError(
+            f"precision={precision.name} would change whole numbers: {first_names(changed, 3)}; no "
+            "layer takes them in float32. Have the data set yield numbers of categories as "
+            "integers, in a field of their own, and scale measurements; or type precision="
+            f"{precision.wider_precision}, which leaves inputs as they are."
+        )
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 
 

@@ -165,84 +165,13 @@ class CastCacheWatch(TorchFunctionMode):
         return result
 
 
-class WideTrial(TorchFunctionMode):
-    """A context around a forward in which values are wider than the precision stores, and which
-    finds those of them that an operation does not take.
-
-    An operation that fails with such values gets them cast, so that one forward finds all.
-
-    Args:
-        storage: dtype of the precision.
-        running: names of the modules whose forward runs, the innermost last; None leaves tensors
-            aside that are made without a dtype.
-
-    Attributes:
-        refused: the origins of wide values with which an operation failed.
-        makers: the origins of tensors that are made without a dtype.
-        losing: those of them whose distinct values the storage dtype makes equal.
-    """
-
-    def __init__(self, storage: torch.dtype, running: Callable[[], str]) -> None:
-        super().__init__()
-        self._storage = storage
-        self._running = running
-        self._origins: dict[int, frozenset[Any]] = {}  # by id
-        self._values: list[Tensor] = []  # alive, or other tensors could get their ids
-        self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
-        self.refused, self.makers, self.losing = set[Any](), set[Any](), set[Any]()
-
-    def add(self, values: Any, *origins: Any) -> bool:
-        """Note what the wide ones among the tensors of a nest come from; return whether there are
-        any."""
-        wide = [leaf for leaf in tree_leaves(values) if is_wider(leaf, self._storage)]
-        self._origins |= {id(leaf): frozenset(origins) for leaf in wide}
-        self._values += wide
-        return bool(wide)
-
-    def origins(self, values: Any) -> set[Any]:
-        """Return what the tensors of a nest come from."""
-        return {origin for v in tree_leaves(values) for origin in self._origins.get(id(v), ())}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        origins = self.origins((args, kwargs))
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            if not origins:
-                raise
-            self.refused |= origins
-            args, kwargs = tree_map(self._narrowed, (args, kwargs))
-            return func(*args, **kwargs)
-        maker = self._running()
-        leaves = tree_leaves((args, kwargs))
-        has_dtype = func is Tensor.float or any(isinstance(v, torch.dtype) for v in leaves)
-        floats = {id(v) for v in leaves if isinstance(v, Tensor) and v.is_floating_point()}
-        if maker and not has_dtype and floats <= self._made and is_wider(result, self._storage):
-            if not floats:
-                origins.add(("made", maker))
-                self.makers.add(("made", maker))
-            # What a normal distribution loses is no more than the sums lose to which it is added.
-            if func is not torch.randn:
-                self._made.add(id(result))
-                if result.to(self._storage).unique().numel() < result.unique().numel():
-                    self.losing |= origins
-        self.add(result, *origins)
-        return result
-
-    def _narrowed(self, value: Any) -> Any:
-        return value.to(self._storage) if id(value) in self._origins else value
-
-
-def lost_whole_numbers(values: Tensor, dtype: torch.dtype) -> list[tuple[int, float]]:
-    """Return a column in which all numbers are whole and a dtype cannot hold one of them, and that
-    number; empty without one. The last dimension counts the columns, of [N] there is one."""
+def lost_whole_numbers(values: Tensor, dtype: torch.dtype) -> str:
+    """Return a whole number that a dtype cannot hold, with its column, of the columns in which all
+    numbers are whole; empty without one. The last dimension counts columns, of [N] there is one."""
     columns = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
     is_whole = (columns == columns.round()).all(0)
-    is_lost = is_whole & (columns.to(dtype) != columns)
-    return [(int(place[1]), float(columns[*place])) for place in is_lost.nonzero()[:1]]
+    places = (is_whole & (columns.to(dtype) != columns)).nonzero()
+    return f"{columns[*places[0]]:.15g} in column {places[0, 1]}" if len(places) else ""
 
 
 def is_wider(value: Any, dtype: torch.dtype) -> bool:

@@ -24,13 +24,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.casting import DefaultDtype, cast_fields, cast_floats, cast_nest, cast_tensor
+from runner.precision.casting import (
+    DefaultDtype,
+    cast_fields,
+    cast_floats,
+    cast_nest,
+    cast_tensor,
+    fields_of,
+    is_wider,
+)
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 from runner.utils.library_warnings import suppress_warnings
-from runner.utils.module_tape import is_in_backward
+from runner.utils.module_tape import ROOT, ModuleTape, is_in_backward
 from runner.utils.modules import frozen_parts, outermost_names, select_modules, tensors_named
 from runner.utils.tensors import dtype_name, widest_float
 
@@ -64,6 +73,130 @@ class KeptInFloat32:
         # that no such layer takes stay as they are, see runner.modes.execution.
         cast = partial(cast_nest, dtype=self._surroundings)
         return cast_fields(outputs, cast, self._wide_outputs)
+
+
+class WideTrial(TorchFunctionMode):
+    """A context around forwards in which values are wider than the precision stores, and which
+    finds those of them that an operation does not take.
+
+    An operation that fails with such values gets them cast, so that one forward finds all. Values
+    come from origins: ("input", key), ("part", name), ("output", name of a kept module, key), and
+    ("made", name of a module whose forward makes a tensor without a dtype).
+
+    Args:
+        model: converted; its parts built in float64 and its kept modules' outputs are tried.
+        storage: dtype of the precision.
+        contexts: of forward and backward; where they make 16 bits the default dtype, tensors made
+            without a dtype are tried in float32.
+
+    Attributes:
+        parts: the parameters and buffers that the model built in float64, by name.
+        found: the origins of wide values.
+        refused: those with which an operation failed.
+        losing: modules whose tensors made without a dtype have distinct values that are equal in
+            16 bits.
+    """
+
+    def __init__(self, model: nn.Module, storage: torch.dtype, contexts: Collection[Any]) -> None:
+        super().__init__()
+        is_half = storage.itemsize == 2
+        self._storage = storage
+        self._contexts = [c for c in contexts if is_half and isinstance(c, DefaultDtype)]
+        named = [(name or ROOT, module) for name, module in model.named_modules()]
+        self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
+        self.parts = {} if storage is torch.float64 else double_parts(model)
+        self._origins: dict[int, tuple[Tensor, set[Any]]] = {}  # by id of the tensor, kept alive
+        self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
+        self.found, self.refused, self.losing = set[Any](), set[Any](), set[str]()
+        self._tape = ModuleTape()
+        for name, module in named:
+            self._tape.watch_calls(name, module, end=self._note_outputs)
+        for name, part in self.parts.items():
+            self.add(part, {("part", name)})
+
+    @property
+    def makes(self) -> bool:
+        """Return whether forwards are to be tried for tensors made without a dtype."""
+        return bool(self._contexts)
+
+    def __enter__(self) -> "WideTrial":
+        for context in self._contexts:
+            context.dtype = torch.float32
+        for module in self._kept.values():
+            module._surroundings = torch.float32
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tape.close()
+
+    def add(self, values: Any, origins: set[Any]) -> None:
+        """Note what the wide ones among the tensors of a nest come from."""
+        for leaf in tree_leaves(values):
+            if is_wider(leaf, self._storage):
+                self._origins[id(leaf)] = leaf, origins
+                self.found |= origins
+
+    def taken(self) -> set[Any]:
+        """Return the origins of what the forwards took; made tensors all, or none."""
+        taken = self.found - self.refused
+        has_refused = any(origin[0] == "made" for origin in self.refused)
+        return {origin for origin in taken if not (has_refused and origin[0] == "made")}
+
+    def leave(self, taken: Collection[Any]) -> None:
+        """Leave wide what these origins name, of what belongs to the model, and cast the rest."""
+        makes_wide = any(origin[0] == "made" for origin in taken)
+        for context in self._contexts:
+            context.dtype = torch.float32 if makes_wide else self._storage
+        for name, module in self._kept.items():
+            keys = [origin[2] for origin in taken if origin[:2] == ("output", name)]
+            module._surroundings = self._storage
+            module._wide_outputs = dict.fromkeys(keys, torch.float32)
+        for name, part in self.parts.items():
+            if ("part", name) not in taken:
+                part.data = part.data.to(self._storage)
+
+    def _note_outputs(self, name: str, output: Any) -> None:
+        for key, value in fields_of(output).items() if name in self._kept else ():
+            self.add(value, {("output", name, key)})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        origins = {o for leaf in leaves for o in self._origins.get(id(leaf), (None, ()))[1]}
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if not origins:
+                raise
+            self.refused |= origins
+            args, kwargs = tree_map(self._narrowed, (args, kwargs))
+            return func(*args, **kwargs)
+        self.add(result, origins | self._maker(func, leaves, result))
+        return result
+
+    def _maker(self, func: Any, leaves: list[Any], result: Any) -> set[Any]:
+        """Return the origin of a tensor that is made without a dtype; empty of any other result."""
+        running = self._tape.running
+        floats = {
+            id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        }
+        has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
+        is_own = running and self._contexts and self._kept.keys().isdisjoint(running)
+        is_made = is_own and not has_dtype and floats <= self._made
+        if not (is_made and is_wider(result, self._storage)):
+            return set()
+        # Of normal numbers 16 bits lose no more than of the sums that they are added to.
+        if func is not torch.randn:
+            self._made.add(id(result))
+            if result.to(self._storage).unique().numel() < result.unique().numel():
+                self.losing.add(running[-1])
+        return set() if floats else {("made", running[-1])}
+
+    def _narrowed(self, value: Any) -> Any:
+        return value.to(self._storage) if id(value) in self._origins else value
 
 
 def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
