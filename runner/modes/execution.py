@@ -48,6 +48,7 @@ from runner.utils.formatting import first_names
 from runner.utils.layout import ROUTERS
 from runner.utils.modules import matches_pattern, set_training
 from runner.utils.reproducibility import saved_forward_state, seed_all
+from runner.utils.tensors import dtype_name
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
 BYPASSED_REASON = "the model reads its weight and passes its forward by"
@@ -337,7 +338,8 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     Raises:
         ConfigError: 16 bits would change whole numbers among the inputs.
     """
-    precision, storage, strategy = setup.precision, setup.precision.storage, setup.strategy
+    precision = setup.precision
+    storage = precision.storage
     with restored_random_state():
         batch = inputs()
     label = [*fields_of(batch)][-1] if setup.task.passes_target else None
@@ -345,11 +347,11 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     lost: dict[str | int, str] = {}
     for key, value in fields_of(batch).items():
         floats = [leaf for leaf in tree_leaves(value) if is_wider(leaf, storage)]
-        is_double = key != label and torch.float64 in {leaf.dtype for leaf in floats}
-        if floats:
-            wide[key] = torch.float64 if is_double else torch.float32
-        for leaf in floats if key != label and storage.itemsize == 2 else ():
-            lost[key] = lost_whole_numbers(leaf, storage) or lost.get(key, "")
+        for leaf in floats:
+            if key != label and storage.itemsize == 2:
+                lost[key] = lost_whole_numbers(leaf, storage) or lost.get(key, "")
+            is_double = key != label and leaf.dtype is torch.float64
+            wide[key] = torch.float64 if is_double else wide.get(key, torch.float32)
     precision.wide_inputs = wide
     contexts = precision.forward(setup.device), precision.backward(setup.device)
     trial = WideTrial(built.model, storage, contexts)
@@ -357,25 +359,24 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     for key, value in fields_of(first).items():
         trial.add(value, {("input", key)})
     # In training mode, too, in which alone a forward may make tensors without a dtype.
-    modes = (False, True) if trial.makes else (False,)
+    modes = (False, True) if trial.contexts else (False,)
 
     def completes(values: Any) -> bool:
         tried = [_process_trial(setup, built, lambda: values, m).forward_completed for m in modes]
-        return strategy.broadcast_object(all(tried))
+        return setup.strategy.broadcast_object(all(tried))
 
     with trial:
-        if trial.found or trial.makes:
+        if trial.found or trial.contexts:
             completes(first)
-    taken, losing, lost = strategy.broadcast_object((trial.taken(), trial.losing, lost))
-    for proven in (taken, set[Any]()):
-        precision.wide_inputs = {k: dtype for k, dtype in wide.items() if ("input", k) in proven}
-        trial.leave(proven)
-        # An autograd.Function, say, hides its operations from the trial.
-        if not proven or completes(batch):
+    found = trial.taken(), trial.losing, lost
+    taken, losing, lost = setup.strategy.broadcast_object(found)
+    # An autograd.Function, say, hides its operations from the trial: what is found is proven.
+    for taken in (taken, set[Any]()):
+        precision.wide_inputs = {k: dtype for k, dtype in wide.items() if ("input", k) in taken}
+        trial.leave(taken)
+        if not taken or completes(batch):
             break
-    changed = [
-        f"{text} of input {k}" for k, text in lost.items() if text and ("input", k) not in proven
-    ]
+    changed = [f"{n} of input {k}" for k, n in lost.items() if n and k not in precision.wide_inputs]
     if changed:
         raise ConfigError(
             f"precision={precision.name} would change whole numbers: {first_names(changed, 3)}; no "
@@ -383,7 +384,29 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
             "integers, in a field of their own, and scale measurements; or type precision="
             f"{precision.wider_precision}, which leaves inputs as they are."
         )
+    refused = {o for o in trial.found - taken if o[0] == "part" or o == ("input", label)}
+    lines = _wide_lines(dtype_name(storage), taken, refused, losing)
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
+
+
+def _wide_lines(
+    narrow: str, taken: set[tuple[Any, ...]], refused: set[tuple[Any, ...]], losing: set[str]
+) -> Iterator[str]:
+    """Yield lines on what is wider than a precision stores; see WideTrial for the origins."""
+    words = {"made": "tensors made without a dtype by ", "output": "output of ", "part": ""}
+    for origins, text in (
+        (taken, f"stays wider than {narrow}, as the forward takes it"),
+        (refused, f"cast to {narrow}, for an operation takes nothing wider"),
+    ):
+        names = {f"{words.get(kind, 'input ')}{name}" for kind, name, *_ in origins}
+        if names:
+            yield f"{text}: {first_names(sorted(names), 8)}"
+    if losing and not any(kind == "made" for kind, *_ in taken):
+        yield (
+            f"warning: an operation takes tensors that are made without a dtype in {narrow} alone, "
+            f"which makes distinct values of them equal, in {first_names(sorted(losing))}. Type "
+            "precision.keep_fp32=[<module>], or make them there with dtype=torch.float32"
+        )
 
 
 class FirstStepProof:

@@ -23,11 +23,6 @@ from runner.utils.modules import tensors_named
 from runner.utils.tensors import memory_of
 
 
-class WideFields(dict[str, Any]):
-    """Fields whose floats no half precision casts, such as boxes, whose coordinates it would
-    round by pixels: they are float32 at least."""
-
-
 @cache
 def autocast(device_type: str, dtype: torch.dtype, caches: bool = True) -> torch.autocast:
     """Return torch's autocast context, one object for each device type, dtype and use of the cache
@@ -253,8 +248,6 @@ def fields_of(nest: Any) -> dict[str | int, Any]:
 
 def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:
     """Return a copy of a mapping, of its own class, with the tensors of every value cast."""
-    if type(nest) is WideFields:
-        dtype = torch.promote_types(dtype, torch.float32)
     cast = {key: cast_nest(value, dtype) for key, value in nest.items()}
     if type(nest) is dict:
         return cast

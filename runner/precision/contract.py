@@ -208,14 +208,11 @@ class Precision(ABC):
         casts by itself, modules kept in float32 and unconverted layers get the values as they are;
         only float64, which it does not cast, becomes float32.
         """
-        return cast_fields(inputs, self._cast_plain, self.wide_inputs)
+        return cast_fields(inputs, self.cast_target, self.wide_inputs)
 
     def cast_target(self, target: Any) -> Any:
         """Return a target for a loss in the precision (autocast_loss), a nest of tensors."""
-        return self._cast_plain(target)
-
-    def _cast_plain(self, nest: Any) -> Any:
-        return float64_to_float32(nest) if self.has_autocast else cast_nest(nest, self.storage)
+        return float64_to_float32(target) if self.has_autocast else cast_nest(target, self.storage)
 
     def loss_pair(self, output: Any, target: Any) -> tuple[Any, Any]:
         """Return a model's output and a target as a loss outside the precision takes them: in

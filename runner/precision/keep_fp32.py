@@ -15,7 +15,6 @@ bfloat16, too) and core_model_loading.py.
 """
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial
@@ -90,6 +89,7 @@ class WideTrial(TorchFunctionMode):
             without a dtype are tried in float32.
 
     Attributes:
+        contexts: those that make 16 bits the default dtype.
         parts: the parameters and buffers that the model built in float64, by name.
         found: the origins of wide values.
         refused: those with which an operation failed.
@@ -101,7 +101,7 @@ class WideTrial(TorchFunctionMode):
         super().__init__()
         is_half = storage.itemsize == 2
         self._storage = storage
-        self._contexts = [c for c in contexts if is_half and isinstance(c, DefaultDtype)]
+        self.contexts = [c for c in contexts if is_half and isinstance(c, DefaultDtype)]
         named = [(name or ROOT, module) for name, module in model.named_modules()]
         self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
         self.parts = {} if storage is torch.float64 else double_parts(model)
@@ -114,13 +114,8 @@ class WideTrial(TorchFunctionMode):
         for name, part in self.parts.items():
             self.add(part, {("part", name)})
 
-    @property
-    def makes(self) -> bool:
-        """Return whether forwards are to be tried for tensors made without a dtype."""
-        return bool(self._contexts)
-
     def __enter__(self) -> "WideTrial":
-        for context in self._contexts:
+        for context in self.contexts:
             context.dtype = torch.float32
         for module in self._kept.values():
             module._surroundings = torch.float32
@@ -146,7 +141,7 @@ class WideTrial(TorchFunctionMode):
     def leave(self, taken: Collection[Any]) -> None:
         """Leave wide what these origins name, of what belongs to the model, and cast the rest."""
         makes_wide = any(origin[0] == "made" for origin in taken)
-        for context in self._contexts:
+        for context in self.contexts:
             context.dtype = torch.float32 if makes_wide else self._storage
         for name, module in self._kept.items():
             keys = [origin[2] for origin in taken if origin[:2] == ("output", name)]
@@ -184,7 +179,7 @@ class WideTrial(TorchFunctionMode):
             id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
         }
         has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        is_own = running and self._contexts and self._kept.keys().isdisjoint(running)
+        is_own = running and self.contexts and self._kept.keys().isdisjoint(running)
         is_made = is_own and not has_dtype and floats <= self._made
         if not (is_made and is_wider(result, self._storage)):
             return set()
@@ -301,12 +296,11 @@ def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
 
 
 def double_parts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the float64 parameters and buffers by name, of a model with most weights in others."""
-    double = {n: t for n, t in _named_tensors(model).items() if t.dtype is torch.float64}
-    sizes = Counter[bool]()
-    for parameter in model.parameters() if double else ():
-        sizes[parameter.dtype is torch.float64] += parameter.numel()
-    return double if sizes[True] < sizes[False] else {}
+    """Return the float64 parameters and buffers by name, of a model whose first matrix is of
+    another dtype: one that is built in float64 throughout has no such parts."""
+    first = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float64)
+    named = _named_tensors(model).items() if first is not torch.float64 else ()
+    return {name: tensor for name, tensor in named if tensor.dtype is torch.float64}
 
 
 def find_kept_tensors(
