@@ -19,7 +19,7 @@ from runner.data.sampling import restored_random_state
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
-from runner.precision.casting import CastCacheWatch, fields_of, is_wider, lost_whole_numbers
+from runner.precision.casting import CastCacheWatch, fields_of, is_wider, lost_whole_number
 from runner.precision.contract import Precision
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -29,7 +29,7 @@ from runner.precision.conversion_proof import (
     holds_matrix,
 )
 from runner.precision.conversion_report import ConversionReport
-from runner.precision.keep_fp32 import WideTrial
+from runner.precision.keep_fp32 import MADE, WideTrial
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 from runner.training.expert_loads import ExpertLoads
 from runner.training.initial_weights import read_initial_weights
@@ -342,22 +342,20 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     storage = precision.storage
     with restored_random_state():
         batch = inputs()
-    label = [*fields_of(batch)][-1] if setup.task.passes_target else None
+    fields = fields_of(batch)
+    label = [*fields][-1] if setup.task.passes_target else None
     wide: dict[str | int, torch.dtype] = {}
-    lost: dict[str | int, str] = {}
-    for key, value in fields_of(batch).items():
-        floats = [leaf for leaf in tree_leaves(value) if is_wider(leaf, storage)]
-        for leaf in floats:
-            if key != label and storage.itemsize == 2:
-                lost[key] = lost_whole_numbers(leaf, storage) or lost.get(key, "")
-            is_double = key != label and leaf.dtype is torch.float64
-            wide[key] = torch.float64 if is_double else wide.get(key, torch.float32)
+    for key, value in fields.items():
+        dtypes = {leaf.dtype for leaf in tree_leaves(value) if is_wider(leaf, storage)}
+        if dtypes:
+            is_double = key != label and torch.float64 in dtypes
+            wide[key] = torch.float64 if is_double else torch.float32
     precision.wide_inputs = wide
+    first = precision.cast(batch)
     contexts = precision.forward(setup.device), precision.backward(setup.device)
     trial = WideTrial(built.model, storage, contexts)
-    first = precision.cast(batch)
     for key, value in fields_of(first).items():
-        trial.add(value, {("input", key)})
+        trial.add(value, {("input ", key)})
     # In training mode, too, in which alone a forward may make tensors without a dtype.
     modes = (False, True) if trial.contexts else (False,)
 
@@ -368,45 +366,38 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     with trial:
         if trial.found or trial.contexts:
             completes(first)
-    found = trial.taken(), trial.losing, lost
-    taken, losing, lost = setup.strategy.broadcast_object(found)
+    found = setup.strategy.broadcast_object(trial.found - trial.refused)
     # An autograd.Function, say, hides its operations from the trial: what is found is proven.
-    for taken in (taken, set[Any]()):
-        precision.wide_inputs = {k: dtype for k, dtype in wide.items() if ("input", k) in taken}
+    for taken in (found, set[Any]()):
+        precision.wide_inputs = {k: dtype for k, dtype in wide.items() if ("input ", k) in taken}
         trial.leave(taken)
         if not taken or completes(batch):
             break
-    changed = [f"{n} of input {k}" for k, n in lost.items() if n and k not in precision.wide_inputs]
-    if changed:
-        raise ConfigError(
-            f"precision={precision.name} would change whole numbers: {first_names(changed, 3)}; no "
-            "layer takes them in float32. Have the data set yield numbers of categories as "
-            "integers, in a field of their own, and scale measurements; or type precision="
-            f"{precision.wider_precision}, which leaves inputs as they are."
-        )
-    refused = {o for o in trial.found - taken if o[0] == "part" or o == ("input", label)}
-    lines = _wide_lines(dtype_name(storage), taken, refused, losing)
-    return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
-
-
-def _wide_lines(
-    narrow: str, taken: set[tuple[Any, ...]], refused: set[tuple[Any, ...]], losing: set[str]
-) -> Iterator[str]:
-    """Yield lines on what is wider than a precision stores; see WideTrial for the origins."""
-    words = {"made": "tensors made without a dtype by ", "output": "output of ", "part": ""}
+    narrow = dtype_name(storage)
+    for key in {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else ():
+        for number in map(partial(lost_whole_number, dtype=storage), tree_leaves(fields[key])):
+            if number:
+                raise ConfigError(
+                    f"precision={precision.name}: input {key} has whole numbers that {narrow} "
+                    f"would change, {number}, and a layer takes no float32. Have the data set "
+                    "yield numbers of categories as integers, in a field of their own, and scale "
+                    f"measurements; or type precision={precision.wider_precision}."
+                )
+    cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
+    lines = []
     for origins, text in (
         (taken, f"stays wider than {narrow}, as the forward takes it"),
-        (refused, f"cast to {narrow}, for an operation takes nothing wider"),
+        (cast, f"cast to {narrow}, for an operation takes nothing wider"),
     ):
-        names = {f"{words.get(kind, 'input ')}{name}" for kind, name, *_ in origins}
-        if names:
-            yield f"{text}: {first_names(sorted(names), 8)}"
-    if losing and not any(kind == "made" for kind, *_ in taken):
-        yield (
-            f"warning: an operation takes tensors that are made without a dtype in {narrow} alone, "
-            f"which makes distinct values of them equal, in {first_names(sorted(losing))}. Type "
-            "precision.keep_fp32=[<module>], or make them there with dtype=torch.float32"
+        names = sorted({f"{kind}{name}" for kind, name, *_ in origins})
+        lines += [f"{text}: {first_names(names, 8)}"] * bool(names)
+    if trial.losing and MADE not in taken:
+        lines.append(
+            f"warning: tensors made without a dtype are in {narrow}, for an operation takes no "
+            f"float32, which makes distinct values equal in {first_names(sorted(trial.losing))}. "
+            "Type precision.keep_fp32=[<module>], or make them there with dtype=torch.float32"
         )
+    return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 
 
 class FirstStepProof:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
 from runner.utils.modules import tensors_named
@@ -160,9 +160,12 @@ class CastCacheWatch(TorchFunctionMode):
         return result
 
 
-def lost_whole_numbers(values: Tensor, dtype: torch.dtype) -> str:
+def lost_whole_number(values: Any, dtype: torch.dtype) -> str:
     """Return a whole number that a dtype cannot hold, with its column, of the columns in which all
-    numbers are whole; empty without one. The last dimension counts columns, of [N] there is one."""
+    numbers are whole; empty without one, and of what holds no floats. The last dimension counts
+    columns, of [N] there is one."""
+    if not is_wider(values, dtype):
+        return ""
     columns = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
     is_whole = (columns == columns.round()).all(0)
     places = (is_whole & (columns.to(dtype) != columns)).nonzero()
@@ -192,21 +195,30 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
     # The usual case of every step first: it is answered in a third of the time.
     if type(nest) is Tensor and nest.dtype is dtype:
         return nest
+    return _map_tensors(nest, partial(cast_tensor, dtype=dtype))
+
+
+def _map_tensors(nest: Any, cast: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a nest with a function's value in the place of each tensor."""
+    again = partial(_map_tensors, cast=cast)
     if isinstance(nest, Tensor):
-        return cast_tensor(nest, dtype)
+        return cast(nest)
     if _has_own_apply(nest):
-        return copy(nest).apply(partial(cast_nest, dtype=dtype))
+        return copy(nest).apply(again)
     if isinstance(nest, Mapping):
-        return _cast_mapping(nest, dtype)
-    # A named tuple takes its values as separate arguments.
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(cast_nest(value, dtype) for value in nest))
+        values = {key: again(value) for key, value in nest.items()}
+        # The constructor of a defaultdict takes the factory first.
+        factory = [nest.default_factory] if isinstance(nest, defaultdict) else []
+        return values if type(nest) is dict else type(nest)(*factory, values)
     if isinstance(nest, list | tuple):
-        return type(nest)(cast_nest(value, dtype) for value in nest)
+        # A named tuple takes its values as separate arguments.
+        values = map(again, nest)
+        return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
     if is_dataclass(nest) and not isinstance(nest, type):
         # Fields that the constructor does not take, it computes from the others.
-        values = {f.name: cast_nest(getattr(nest, f.name), dtype) for f in fields(nest) if f.init}
-        return replace(nest, **values)
+        return replace(
+            nest, **{f.name: again(getattr(nest, f.name)) for f in fields(nest) if f.init}
+        )
     return nest
 
 
@@ -246,29 +258,15 @@ def fields_of(nest: Any) -> dict[str | int, Any]:
     return dict(enumerate(nest if isinstance(nest, list | tuple) else [nest]))
 
 
-def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:
-    """Return a copy of a mapping, of its own class, with the tensors of every value cast."""
-    cast = {key: cast_nest(value, dtype) for key, value in nest.items()}
-    if type(nest) is dict:
-        return cast
-    # Its constructor takes the factory first.
-    if isinstance(nest, defaultdict):
-        return type(nest)(nest.default_factory, cast)
-    return type(nest)(cast)  # type: ignore[call-arg]
-
-
 def float64_to_float32(nest: Any) -> Any:
     """Return a copy of a nest with float64 and complex128 tensors in float32 and complex64, which
     can be multiplied with float32 weights; other tensors are unchanged."""
+    return _map_tensors(nest, _single)
 
-    def to_single(value: Any) -> Any:
-        if _has_own_apply(value):
-            return copy(value).apply(to_single)
-        is_wide = isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
-        return cast_tensor(value, torch.float32) if is_wide else value
 
-    # A single tensor, the usual batch, without tree_map's search for containers.
-    return to_single(nest) if isinstance(nest, Tensor) else tree_map(to_single, nest)
+def _single(tensor: Tensor) -> Tensor:
+    is_wide = tensor.dtype in (torch.float64, torch.complex128)
+    return cast_tensor(tensor, torch.float32) if is_wide else tensor
 
 
 def cast_floats(

@@ -191,7 +191,9 @@ class Precision(ABC):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context around the model's forward; reusable, entered once per micro-batch."""
-        return self._plain_context
+        if not self.has_autocast:
+            return self._plain_context
+        return autocast(device.type, self.compute, self.caches_casts)
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context around the backward; reusable, entered once per micro-batch.
@@ -398,11 +400,6 @@ class ConvertingPrecision(Precision):
             in_float32 = dict.fromkeys(wide, torch.float32)
             cast_floats(model, self.storage, {**own_dtypes, **in_float32})
         return model, replace(report, kept=lines)
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if not self.has_autocast:
-            return self._plain_context
-        return autocast(device.type, self.compute, self.caches_casts)
 
     @property
     def compute_format(self) -> str:

@@ -74,13 +74,17 @@ class KeptInFloat32:
         return cast_fields(outputs, cast, self._wide_outputs)
 
 
+MADE = ("tensors made without ", "a dtype")
+"""The origin, see WideTrial, of tensors that a forward makes without a dtype."""
+
+
 class WideTrial(TorchFunctionMode):
     """A context around forwards in which values are wider than the precision stores, and which
     finds those of them that an operation does not take.
 
     An operation that fails with such values gets them cast, so that one forward finds all. Values
-    come from origins: ("input", key), ("part", name), ("output", name of a kept module, key), and
-    ("made", name of a module whose forward makes a tensor without a dtype).
+    come from origins: ("input ", key), ("", name of a part), ("output of ", name of a kept module,
+    key), and MADE.
 
     Args:
         model: converted; its parts built in float64 and its kept modules' outputs are tried.
@@ -112,7 +116,7 @@ class WideTrial(TorchFunctionMode):
         for name, module in named:
             self._tape.watch_calls(name, module, end=self._note_outputs)
         for name, part in self.parts.items():
-            self.add(part, {("part", name)})
+            self.add(part, {("", name)})
 
     def __enter__(self) -> "WideTrial":
         for context in self.contexts:
@@ -132,28 +136,21 @@ class WideTrial(TorchFunctionMode):
                 self._origins[id(leaf)] = leaf, origins
                 self.found |= origins
 
-    def taken(self) -> set[Any]:
-        """Return the origins of what the forwards took; made tensors all, or none."""
-        taken = self.found - self.refused
-        has_refused = any(origin[0] == "made" for origin in self.refused)
-        return {origin for origin in taken if not (has_refused and origin[0] == "made")}
-
     def leave(self, taken: Collection[Any]) -> None:
         """Leave wide what these origins name, of what belongs to the model, and cast the rest."""
-        makes_wide = any(origin[0] == "made" for origin in taken)
         for context in self.contexts:
-            context.dtype = torch.float32 if makes_wide else self._storage
+            context.dtype = torch.float32 if MADE in taken else self._storage
         for name, module in self._kept.items():
-            keys = [origin[2] for origin in taken if origin[:2] == ("output", name)]
+            keys = [origin[2] for origin in taken if origin[:2] == ("output of ", name)]
             module._surroundings = self._storage
             module._wide_outputs = dict.fromkeys(keys, torch.float32)
         for name, part in self.parts.items():
-            if ("part", name) not in taken:
+            if ("", name) not in taken:
                 part.data = part.data.to(self._storage)
 
     def _note_outputs(self, name: str, output: Any) -> None:
         for key, value in fields_of(output).items() if name in self._kept else ():
-            self.add(value, {("output", name, key)})
+            self.add(value, {("output of ", name, key)})
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -169,26 +166,26 @@ class WideTrial(TorchFunctionMode):
             self.refused |= origins
             args, kwargs = tree_map(self._narrowed, (args, kwargs))
             return func(*args, **kwargs)
-        self.add(result, origins | self._maker(func, leaves, result))
+        if self._is_made(func, leaves, result):
+            origins = {MADE}
+        self.add(result, origins)
         return result
 
-    def _maker(self, func: Any, leaves: list[Any], result: Any) -> set[Any]:
-        """Return the origin of a tensor that is made without a dtype; empty of any other result."""
+    def _is_made(self, func: Any, leaves: list[Any], result: Any) -> bool:
+        """Return whether a tensor is made without a dtype, or computed of such alone."""
         running = self._tape.running
-        floats = {
-            id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        }
+        floats = {id(leaf) for leaf in leaves if is_wider(leaf, torch.uint8)}
         has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
         is_own = running and self.contexts and self._kept.keys().isdisjoint(running)
         is_made = is_own and not has_dtype and floats <= self._made
         if not (is_made and is_wider(result, self._storage)):
-            return set()
+            return False
         # Of normal numbers 16 bits lose no more than of the sums that they are added to.
         if func is not torch.randn:
             self._made.add(id(result))
             if result.to(self._storage).unique().numel() < result.unique().numel():
                 self.losing.add(running[-1])
-        return set() if floats else {("made", running[-1])}
+        return True
 
     def _narrowed(self, value: Any) -> Any:
         return value.to(self._storage) if id(value) in self._origins else value
