@@ -373,24 +373,18 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
         trial.leave(taken)
         if not taken or completes(batch):
             break
+    rounded = {*wide} - {*precision.wide_inputs, label}
+    _refuse_whole_numbers(precision, {key: fields[key] for key in rounded})
     narrow = dtype_name(storage)
-    for key in {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else ():
-        for number in map(partial(lost_whole_number, dtype=storage), tree_leaves(fields[key])):
-            if number:
-                raise ConfigError(
-                    f"precision={precision.name}: input {key} has whole numbers that {narrow} "
-                    f"would change, {number}, and a layer takes no float32. Have the data set "
-                    "yield numbers of categories as integers, in a field of their own, and scale "
-                    f"measurements; or type precision={precision.wider_precision}."
-                )
     cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
-    lines = []
-    for origins, text in (
-        (taken, f"stays wider than {narrow}, as the forward takes it"),
-        (cast, f"cast to {narrow}, for an operation takes nothing wider"),
-    ):
-        names = sorted({f"{kind}{name}" for kind, name, *_ in origins})
-        lines += [f"{text}: {first_names(names, 8)}"] * bool(names)
+    lines = [
+        f"{text}: {first_names(sorted({f'{kind}{name}' for kind, name, *_ in origins}), 8)}"
+        for text, origins in (
+            (f"stays wider than {narrow}, as the forward takes it", taken),
+            (f"cast to {narrow}, for an operation takes nothing wider", cast),
+        )
+        if origins
+    ]
     if trial.losing and MADE not in taken:
         lines.append(
             f"warning: tensors made without a dtype are in {narrow}, for an operation takes no "
@@ -398,6 +392,21 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
             "Type precision.keep_fp32=[<module>], or make them there with dtype=torch.float32"
         )
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
+
+
+def _refuse_whole_numbers(precision: Precision, rounded: Mapping[str | int, Any]) -> None:
+    """Raise ConfigError where 16 bits would change whole numbers of inputs, given by their keys."""
+    storage = precision.storage
+    for key, value in rounded.items() if storage.itemsize == 2 else ():
+        for number in map(partial(lost_whole_number, dtype=storage), tree_leaves(value)):
+            if number:
+                raise ConfigError(
+                    f"precision={precision.name}: input {key} has whole numbers that "
+                    f"{dtype_name(storage)} would change, {number}, and a layer takes no float32. "
+                    "Have the data set yield numbers of categories as integers, in a field of "
+                    "their own, and scale measurements; or type "
+                    f"precision={precision.wider_precision}."
+                )
 
 
 class FirstStepProof:

@@ -115,19 +115,12 @@ class WideTrial(TorchFunctionMode):
         self._tape = ModuleTape()
         for name, module in named:
             self._tape.watch_calls(name, module, end=self._note_outputs)
-        for name, part in self.parts.items():
-            self.add(part, {("", name)})
-
-    def __enter__(self) -> "WideTrial":
         for context in self.contexts:
             context.dtype = torch.float32
-        for module in self._kept.values():
-            module._surroundings = torch.float32
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._tape.close()
+        for kept in self._kept.values():
+            kept._surroundings = torch.float32
+        for name, part in self.parts.items():
+            self.add(part, {("", name)})
 
     def add(self, values: Any, origins: set[Any]) -> None:
         """Note what the wide ones among the tensors of a nest come from."""
@@ -137,7 +130,8 @@ class WideTrial(TorchFunctionMode):
                 self.found |= origins
 
     def leave(self, taken: Collection[Any]) -> None:
-        """Leave wide what these origins name, of what belongs to the model, and cast the rest."""
+        """End the trial; leave wide what these origins name of the model's, and cast the rest."""
+        self._tape.close()
         for context in self.contexts:
             context.dtype = torch.float32 if MADE in taken else self._storage
         for name, module in self._kept.items():
@@ -174,11 +168,11 @@ class WideTrial(TorchFunctionMode):
     def _is_made(self, func: Any, leaves: list[Any], result: Any) -> bool:
         """Return whether a tensor is made without a dtype, or computed of such alone."""
         running = self._tape.running
+        if not (self.contexts and running and is_wider(result, self._storage)):
+            return False
         floats = {id(leaf) for leaf in leaves if is_wider(leaf, torch.uint8)}
         has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        is_own = running and self.contexts and self._kept.keys().isdisjoint(running)
-        is_made = is_own and not has_dtype and floats <= self._made
-        if not (is_made and is_wider(result, self._storage)):
+        if has_dtype or not floats <= self._made or not self._kept.keys().isdisjoint(running):
             return False
         # Of normal numbers 16 bits lose no more than of the sums that they are added to.
         if func is not torch.randn:
