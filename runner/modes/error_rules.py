@@ -284,8 +284,8 @@ def _two_dtypes(failure: Failure) -> str:
     unconverted = _unconverted_parameters(failure)
     if unconverted:
         return unconverted
-    has_double = bool(re.search("(?i)double", failure.text))
     change = f"leave out .float() and dtype= in {failure.forward}, or cast: a.to(b.dtype)"
+    wider = "type precision=64-true" if re.search("(?i)double", failure.text) else ""
     if failure.own_function:
         change = (
             f"write @torch.amp.custom_fwd(device_type={failure.device.type!r}) and @torch.amp."
@@ -300,11 +300,7 @@ def _two_dtypes(failure: Failure) -> str:
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
         f"{precision.storage_format} and computes in {precision.compute_format}. "
-        + _alternatives(
-            "type precision=64-true" if has_double else "",
-            failure.keep_fp32() if dtypes & {*_HALVES} else "",
-            change,
-        )
+        + _alternatives(wider, failure.keep_fp32() if dtypes & {*_HALVES} else "", change)
     )
 
 

@@ -348,8 +348,7 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     for key, value in fields.items():
         dtypes = {leaf.dtype for leaf in tree_leaves(value) if is_wider(leaf, storage)}
         if dtypes:
-            is_double = key != label and torch.float64 in dtypes
-            wide[key] = torch.float64 if is_double else torch.float32
+            wide[key] = torch.float64 if torch.float64 in dtypes else torch.float32
     precision.wide_inputs = wide
     first = precision.cast(batch)
     contexts = precision.forward(setup.device), precision.backward(setup.device)
@@ -373,40 +372,31 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
         trial.leave(taken)
         if not taken or completes(batch):
             break
-    rounded = {*wide} - {*precision.wide_inputs, label}
-    _refuse_whole_numbers(precision, {key: fields[key] for key in rounded})
     narrow = dtype_name(storage)
+    rounded = {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else ()
+    lost = lost_whole_number({key: fields[key] for key in rounded}, storage)
+    if lost:
+        raise ConfigError(
+            f"precision={precision.name}: {narrow} would change whole numbers, {lost}, and a layer "
+            "takes no float32. Have the data set yield numbers of categories as integers, in a "
+            "field of their own, and scale measurements; or type "
+            f"precision={precision.wider_precision}."
+        )
     cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
-    lines = [
-        f"{text}: {first_names(sorted({f'{kind}{name}' for kind, name, *_ in origins}), 8)}"
-        for text, origins in (
-            (f"stays wider than {narrow}, as the forward takes it", taken),
-            (f"cast to {narrow}, for an operation takes nothing wider", cast),
-        )
-        if origins
-    ]
-    if trial.losing and MADE not in taken:
-        lines.append(
-            f"warning: tensors made without a dtype are in {narrow}, for an operation takes no "
-            f"float32, which makes distinct values equal in {first_names(sorted(trial.losing))}. "
-            "Type precision.keep_fp32=[<module>], or make them there with dtype=torch.float32"
-        )
+    stays = f"stays wider than {narrow}, as the forward takes it: {_origins_text(taken)}"
+    becomes = f"cast to {narrow}, for an operation takes nothing wider: {_origins_text(cast)}"
+    warning = (
+        f"warning: tensors made without a dtype are in {narrow}, for an operation takes no "
+        f"float32, which makes distinct values equal in {_names_text(trial.losing)}. Type "
+        "precision.keep_fp32=[<module>], or make them there with dtype=torch.float32"
+    )
+    lines = [stays] * bool(taken) + [becomes] * bool(cast)
+    lines += [warning] * bool(trial.losing and MADE not in taken)
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 
 
-def _refuse_whole_numbers(precision: Precision, rounded: Mapping[str | int, Any]) -> None:
-    """Raise ConfigError where 16 bits would change whole numbers of inputs, given by their keys."""
-    storage = precision.storage
-    for key, value in rounded.items() if storage.itemsize == 2 else ():
-        for number in map(partial(lost_whole_number, dtype=storage), tree_leaves(value)):
-            if number:
-                raise ConfigError(
-                    f"precision={precision.name}: input {key} has whole numbers that "
-                    f"{dtype_name(storage)} would change, {number}, and a layer takes no float32. "
-                    "Have the data set yield numbers of categories as integers, in a field of "
-                    "their own, and scale measurements; or type "
-                    f"precision={precision.wider_precision}."
-                )
+def _origins_text(origins: set[tuple[Any, ...]]) -> str:
+    return _names_text({f"{kind}{name}" for kind, name, *_ in origins})
 
 
 class FirstStepProof:

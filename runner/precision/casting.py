@@ -5,7 +5,7 @@ width (complex64 <-> complex128) and never lose their imaginary part.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
@@ -160,16 +160,18 @@ class CastCacheWatch(TorchFunctionMode):
         return result
 
 
-def lost_whole_number(values: Any, dtype: torch.dtype) -> str:
-    """Return a whole number that a dtype cannot hold, with its column, of the columns in which all
-    numbers are whole; empty without one, and of what holds no floats. The last dimension counts
-    columns, of [N] there is one."""
-    if not is_wider(values, dtype):
-        return ""
-    columns = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
-    is_whole = (columns == columns.round()).all(0)
-    places = (is_whole & (columns.to(dtype) != columns)).nonzero()
-    return f"{columns[*places[0]]:.15g} in column {places[0, 1]}" if len(places) else ""
+def lost_whole_number(inputs: Mapping[str | int, Any], dtype: torch.dtype) -> str:
+    """Return in words a whole number that a dtype cannot hold, of the columns of inputs in which
+    all numbers are whole; empty without one. The last dimension counts columns, of [N] there is
+    one."""
+    for key, value in inputs.items():
+        for leaf in tree_leaves(value):
+            if is_wider(leaf, dtype):
+                columns = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
+                is_whole = (columns == columns.round()).all(0)
+                for row, column in (is_whole & (columns.to(dtype) != columns)).nonzero().tolist():
+                    return f"{columns[row, column]:.15g} in column {column} of input {key}"
+    return ""
 
 
 def is_wider(value: Any, dtype: torch.dtype) -> bool:
@@ -195,29 +197,24 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
     # The usual case of every step first: it is answered in a third of the time.
     if type(nest) is Tensor and nest.dtype is dtype:
         return nest
-    return _map_tensors(nest, partial(cast_tensor, dtype=dtype))
-
-
-def _map_tensors(nest: Any, cast: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a nest with a function's value in the place of each tensor."""
-    again = partial(_map_tensors, cast=cast)
     if isinstance(nest, Tensor):
-        return cast(nest)
+        return cast_tensor(nest, dtype)
+    cast = partial(cast_nest, dtype=dtype)
     if _has_own_apply(nest):
-        return copy(nest).apply(again)
+        return copy(nest).apply(cast)
     if isinstance(nest, Mapping):
-        values = {key: again(value) for key, value in nest.items()}
+        values = {key: cast(value) for key, value in nest.items()}
         # The constructor of a defaultdict takes the factory first.
         factory = [nest.default_factory] if isinstance(nest, defaultdict) else []
-        return values if type(nest) is dict else type(nest)(*factory, values)
+        return values if type(nest) is dict else type(nest)(*factory, values)  # type: ignore[call-arg]
     if isinstance(nest, list | tuple):
         # A named tuple takes its values as separate arguments.
-        values = map(again, nest)
-        return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
+        parts = map(cast, nest)
+        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
     if is_dataclass(nest) and not isinstance(nest, type):
         # Fields that the constructor does not take, it computes from the others.
         return replace(
-            nest, **{f.name: again(getattr(nest, f.name)) for f in fields(nest) if f.init}
+            nest, **{f.name: cast(getattr(nest, f.name)) for f in fields(nest) if f.init}
         )
     return nest
 
@@ -227,22 +224,17 @@ def _has_own_apply(value: Any) -> bool:
     return hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, nn.Module)
 
 
-def cast_fields(
-    nest: Any, cast: Callable[[Any], Any], wide: Mapping[str | int, torch.dtype]
-) -> Any:
-    """Return a model's inputs or a module's outputs cast, some of their fields to own dtypes.
+def cast_fields(nest: Any, dtype: torch.dtype, wide: Mapping[str | int, torch.dtype]) -> Any:
+    """Return a model's inputs or a module's outputs cast to a dtype, some fields to own ones.
 
     Args:
         nest: a tensor, or a mapping or sequence of fields.
-        cast: is applied to the other fields.
+        dtype: of the other fields.
         wide: dtypes of fields, by key or position; 0 for the only tensor.
     """
     if not wide:
-        return cast(nest)
-    parts = {
-        key: cast_nest(part, wide[key]) if key in wide else cast(part)
-        for key, part in fields_of(nest).items()
-    }
+        return cast_nest(nest, dtype)
+    parts = {key: cast_nest(part, wide.get(key, dtype)) for key, part in fields_of(nest).items()}
     if isinstance(nest, Mapping):
         return type(nest)(parts)  # type: ignore[call-arg]
     if hasattr(nest, "_fields"):
@@ -256,17 +248,6 @@ def fields_of(nest: Any) -> dict[str | int, Any]:
     if isinstance(nest, Mapping):
         return dict(nest)
     return dict(enumerate(nest if isinstance(nest, list | tuple) else [nest]))
-
-
-def float64_to_float32(nest: Any) -> Any:
-    """Return a copy of a nest with float64 and complex128 tensors in float32 and complex64, which
-    can be multiplied with float32 weights; other tensors are unchanged."""
-    return _map_tensors(nest, _single)
-
-
-def _single(tensor: Tensor) -> Tensor:
-    is_wide = tensor.dtype in (torch.float64, torch.complex128)
-    return cast_tensor(tensor, torch.float32) if is_wide else tensor
 
 
 def cast_floats(

@@ -25,13 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import (
-    autocast,
-    cast_fields,
-    cast_floats,
-    cast_nest,
-    float64_to_float32,
-)
+from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
@@ -206,15 +200,14 @@ class Precision(ABC):
     def cast(self, inputs: Any) -> Any:
         """Return a batch's model inputs, a nest of tensors, in the dtypes that the model needs.
 
-        That is the storage dtype, and for the fields of wide_inputs theirs. Under autocast, which
-        casts by itself, modules kept in float32 and unconverted layers get the values as they are;
-        only float64, which it does not cast, becomes float32.
+        That is the storage dtype, from which autocast casts by itself, and for the fields of
+        wide_inputs theirs.
         """
-        return cast_fields(inputs, self.cast_target, self.wide_inputs)
+        return cast_fields(inputs, self.storage, self.wide_inputs)
 
     def cast_target(self, target: Any) -> Any:
         """Return a target for a loss in the precision (autocast_loss), a nest of tensors."""
-        return float64_to_float32(target) if self.has_autocast else cast_nest(target, self.storage)
+        return cast_nest(target, self.storage)
 
     def loss_pair(self, output: Any, target: Any) -> tuple[Any, Any]:
         """Return a model's output and a target as a loss outside the precision takes them: in

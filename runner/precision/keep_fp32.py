@@ -17,7 +17,7 @@ bfloat16, too) and core_model_loading.py.
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -70,8 +70,7 @@ class KeptInFloat32:
         # Under autocast the surroundings are float32 storage and the next operation casts by
         # itself; in a true precision the next layer's weights want their own dtype, and outputs
         # that no such layer takes stay as they are, see runner.modes.execution.
-        cast = partial(cast_nest, dtype=self._surroundings)
-        return cast_fields(outputs, cast, self._wide_outputs)
+        return cast_fields(outputs, self._surroundings, self._wide_outputs)
 
 
 MADE = ("tensors made without ", "a dtype")
@@ -170,9 +169,13 @@ class WideTrial(TorchFunctionMode):
         running = self._tape.running
         if not (self.contexts and running and is_wider(result, self._storage)):
             return False
-        floats = {id(leaf) for leaf in leaves if is_wider(leaf, torch.uint8)}
         has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        if has_dtype or not floats <= self._made or not self._kept.keys().isdisjoint(running):
+        if has_dtype or not self._kept.keys().isdisjoint(running):
+            return False
+        dtypes = [
+            leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._made
+        ]
+        if any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
             return False
         # Of normal numbers 16 bits lose no more than of the sums that they are added to.
         if func is not torch.randn:

@@ -145,14 +145,13 @@ class Binary(TensorTask):
     def describe_output(self, output: Any) -> str:
         """Return a warning where a model returns probabilities, as it seems, for logits."""
         numbers = self.select(output)
-        if self.training_loss or numbers.numel() < 8:
-            return ""
         # A model that was never trained returns logits near 0, of both signs.
-        if numbers.amin() < 0 or numbers.amax() > 1 or numbers.amax() < 0.4:
+        is_probable = numbers.numel() >= 8 and 0.4 <= numbers.amax() <= 1 and numbers.amin() >= 0
+        if self.training_loss or not is_probable:
             return ""
         return (
             "warning: all outputs of the first batch are in [0, 1], and task=binary takes logits. "
-            "If the model ends in a sigmoid, type task.loss._target_=torch.nn.BCELoss, whose "
+            "If the model ends in a sigmoid, type task.loss=torch.nn.BCELoss, whose "
             "outputs are probabilities, or leave the sigmoid out"
         )
 
