@@ -46,7 +46,7 @@ from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
 from runner.utils.layout import ROUTERS
-from runner.utils.modules import matches_pattern, set_training
+from runner.utils.modules import matches_pattern
 from runner.utils.reproducibility import saved_forward_state, seed_all
 from runner.utils.tensors import dtype_name
 
@@ -306,9 +306,7 @@ def _process_trial(
         try:
             first = precision.cast(inputs())
             # In evaluation mode, so that no statistics of the first batch get into the model.
-            model.eval()
-            if trains:
-                set_training(model)
+            model.train(trains)
             with (
                 torch.no_grad(),
                 precision.session(model, setup.device),
@@ -378,20 +376,19 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     if lost:
         raise ConfigError(
             f"precision={precision.name}: {narrow} would change whole numbers, {lost}, and a layer "
-            "takes no float32. Have the data set yield numbers of categories as integers, in a "
-            "field of their own, and scale measurements; or type "
-            f"precision={precision.wider_precision}."
+            "takes no float32. Have the data set yield categories as integers and scale the rest, "
+            f"or type precision={precision.wider_precision}."
         )
     cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
     stays = f"stays wider than {narrow}, as the forward takes it: {_origins_text(taken)}"
     becomes = f"cast to {narrow}, for an operation takes nothing wider: {_origins_text(cast)}"
     warning = (
-        f"warning: tensors made without a dtype are in {narrow}, for an operation takes no "
-        f"float32, which makes distinct values equal in {_names_text(trial.losing)}. Type "
-        "precision.keep_fp32=[<module>], or make them there with dtype=torch.float32"
+        f"warning: tensors made without a dtype are in {narrow}, for an operation takes no wider "
+        f"ones, and distinct values become equal in {_names_text(trial.losing)}. Make them there "
+        "with dtype=torch.float32, or type precision.keep_fp32=[<module>]"
     )
-    lines = [stays] * bool(taken) + [becomes] * bool(cast)
-    lines += [warning] * bool(trial.losing and MADE not in taken)
+    has_losses = bool(trial.losing) and MADE not in taken
+    lines = [stays] * bool(taken) + [becomes] * bool(cast) + [warning] * has_losses
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 
 

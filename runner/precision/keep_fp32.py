@@ -145,9 +145,7 @@ class WideTrial(TorchFunctionMode):
         for key, value in fields_of(output).items() if name in self._kept else ():
             self.add(value, {("output of ", name, key)})
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         origins = {o for leaf in leaves for o in self._origins.get(id(leaf), (None, ()))[1]}
@@ -167,15 +165,11 @@ class WideTrial(TorchFunctionMode):
     def _is_made(self, func: Any, leaves: list[Any], result: Any) -> bool:
         """Return whether a tensor is made without a dtype, or computed of such alone."""
         running = self._tape.running
-        if not (self.contexts and running and is_wider(result, self._storage)):
-            return False
+        is_new = self.contexts and running and is_wider(result, self._storage)
         has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        if has_dtype or not self._kept.keys().isdisjoint(running):
-            return False
-        dtypes = [
-            leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in self._made
-        ]
-        if any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        given = [v for v in leaves if isinstance(v, Tensor) and id(v) not in self._made]
+        has_numbers = any(v.is_floating_point() or v.is_complex() for v in given)
+        if not is_new or has_dtype or has_numbers or not self._kept.keys().isdisjoint(running):
             return False
         # Of normal numbers 16 bits lose no more than of the sums that they are added to.
         if func is not torch.randn:

@@ -151,8 +151,7 @@ class Binary(TensorTask):
             return ""
         return (
             "warning: all outputs of the first batch are in [0, 1], and task=binary takes logits. "
-            "If the model ends in a sigmoid, type task.loss=torch.nn.BCELoss, whose "
-            "outputs are probabilities, or leave the sigmoid out"
+            "If the model ends in a sigmoid, type task.loss=torch.nn.BCELoss, or leave it out"
         )
 
     def _logits(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
