@@ -336,8 +336,7 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     Raises:
         ConfigError: 16 bits would change whole numbers among the inputs.
     """
-    precision = setup.precision
-    storage = precision.storage
+    precision, storage = setup.precision, setup.precision.storage
     with restored_random_state():
         batch = inputs()
     fields = fields_of(batch)

@@ -165,21 +165,20 @@ class WideTrial(TorchFunctionMode):
     def _is_made(self, func: Any, leaves: list[Any], result: Any) -> bool:
         """Return whether a tensor is made without a dtype, or computed of such alone."""
         running = self._tape.running
-        is_new = self.contexts and running and is_wider(result, self._storage)
         has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
         given = [v for v in leaves if isinstance(v, Tensor) and id(v) not in self._made]
         has_numbers = any(v.is_floating_point() or v.is_complex() for v in given)
-        if not is_new or has_dtype or has_numbers or not self._kept.keys().isdisjoint(running):
-            return False
+        is_new = is_wider(result, self._storage) and not (has_dtype or has_numbers)
+        is_made = self.contexts and running and is_new and self._kept.keys().isdisjoint(running)
         # Of normal numbers 16 bits lose no more than of the sums that they are added to.
-        if func is not torch.randn:
+        if is_made and func is not torch.randn:
             self._made.add(id(result))
             narrow = result.to(self._storage)
             # As positions and angles do; cosines near 1 that become equal are as good as before.
             is_coarse = func is torch.rand or bool(((narrow - result).abs() > 2**-7).any())
             if is_coarse and narrow.unique().numel() < result.unique().numel():
                 self.losing.add(running[-1])
-        return True
+        return bool(is_made)
 
     def _narrowed(self, value: Any) -> Any:
         return value.to(self._storage) if id(value) in self._origins else value
