@@ -29,7 +29,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, f
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from runner.data.batch_layout import PositionalInputs
-from runner.precision.casting import cast_nest
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.layers.experts import Experts
 from runner.utils.files import os_error_reason, write_with_torch
@@ -89,8 +88,8 @@ def export(
 
     Call it inside `precision.session`. The program takes inputs as the data gives them (a tensor,
     a plain dict of tensors by field, or several tensors by position) and gives outputs as the task
-    gets them, in `precision.loss_dtype`. The model, its modes, the random states and the process's
-    settings are the same before and after.
+    gets them, cast by `precision.loss_pair`. The model, its modes, the random states and the
+    process's settings are the same before and after.
 
     Args:
         model: converted, on its device.
@@ -215,7 +214,7 @@ def _evaluate(
     if isinstance(output, Mapping) and type(output) is not dict:
         tensors = {name: part for name, part in output.items() if isinstance(part, Tensor)}
         output = {name: part for name, part in tensors.items() if part.ndim > 0}
-    return cast_nest(output, precision.loss_dtype)
+    return precision.loss_pair(output, None)[0]
 
 
 class _ProgramForward(nn.Module):

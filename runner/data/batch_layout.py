@@ -9,7 +9,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from torch.utils._pytree import (
 )
 
 from runner.data.splits import IGNORED_LABEL
-from runner.precision.casting import WideFields
 from runner.utils.errors import ConfigError
 
 Batch = tuple[Any, Any]
@@ -38,19 +36,14 @@ class PositionalInputs(list[Any]):
     """Inputs of a batch that the model takes as positional arguments."""
 
 
-def _mapping_of(container: type[Any], values: Any, names: Any) -> Any:
-    return container(zip(names, values, strict=True))
-
-
 # torch's functions for nested containers look into these classes.
-for _container in (KeywordInputs, WideFields):
-    register_pytree_node(
-        _container,
-        _dict_flatten,
-        partial(_mapping_of, _container),
-        serialized_type_name=f"{_container.__module__}.{_container.__name__}",
-        flatten_with_keys_fn=_dict_flatten_with_keys,
-    )
+register_pytree_node(
+    KeywordInputs,
+    _dict_flatten,
+    lambda values, names: KeywordInputs(zip(names, values, strict=True)),
+    serialized_type_name="runner.data.batch_layout.KeywordInputs",
+    flatten_with_keys_fn=_dict_flatten_with_keys,
+)
 register_pytree_node(
     PositionalInputs,
     lambda inputs: ([*inputs], None),
@@ -127,7 +120,8 @@ class BatchLayout:
             )
         names = [*(self.inputs or others)]
         if self.passes_target:
-            names.append(target_field)
+            # The last one, also where task.inputs names it.
+            names = [name for name in names if name != target_field] + [target_field]
         return target_field, names
 
     def _split_sequence(self, batch: Sequence[Any]) -> Batch:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.data.batch_layout import Batch, BatchLayout, KeywordInputs, PositionalInputs
-from runner.precision.casting import WideFields
+from runner.data.batch_layout import Batch, BatchLayout, PositionalInputs
 from runner.utils.errors import ConfigError
 
 
@@ -69,7 +68,7 @@ def _target(i: int, target: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DetectionLayout(BatchLayout):
-    """Split batches (images, targets), two lists, whose targets keep float32 at least."""
+    """Split batches (images, targets), two lists, one target for each image."""
 
     def split(self, batch: Any) -> Batch:
         """Return the inputs of the model, targets among them, and the targets.
@@ -87,11 +86,7 @@ class DetectionLayout(BatchLayout):
                 f"has a {_kind(images)} and a {_kind(targets)}. Type data.collate="
                 "runner.data.detection.collate_detection, or a function that returns such lists."
             )
-        wide = [WideFields(target) for target in targets]
-        if isinstance(inputs, KeywordInputs):
-            named = {name: wide if part is targets else part for name, part in inputs.items()}
-            return KeywordInputs(named), targets
-        return PositionalInputs([*inputs[:-1], wide]), targets
+        return inputs, targets
 
 
 def _kind(value: Any) -> str:

@@ -164,8 +164,9 @@ class Failure:
         name, module = self.name_and_module
         if not name or isinstance(module, KeptInFloat32):
             return ""
-        # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike, and
+        # conv0 and conv1.
+        pattern = re.sub(r"\d+", "*", name)
         modules = dict(self.model.named_modules())
         names = [each for each in modules if each and matches_pattern(pattern, each)]
         # A pattern keeps whole subtrees, so only the outermost modules that it matches count.
@@ -281,9 +282,10 @@ def _two_dtypes(failure: Failure) -> str:
     if re.search(r"(?i)\b(long|u?int\d*|byte|bool|char|short)\b", failure.text):
         return ""  # integers are no matter of the precision
     unconverted = _unconverted_parameters(failure)
-    if unconverted or dtypes == {torch.float32}:
+    if unconverted:
         return unconverted
     change = f"leave out .float() and dtype= in {failure.forward}, or cast: a.to(b.dtype)"
+    wider = "type precision=64-true" if re.search("(?i)double", failure.text) else ""
     if failure.own_function:
         change = (
             f"write @torch.amp.custom_fwd(device_type={failure.device.type!r}) and @torch.amp."
@@ -298,7 +300,7 @@ def _two_dtypes(failure: Failure) -> str:
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
         f"{precision.storage_format} and computes in {precision.compute_format}. "
-        + _alternatives(failure.keep_fp32() if dtypes & {*_HALVES} else "", change)
+        + _alternatives(wider, failure.keep_fp32() if dtypes & {*_HALVES} else "", change)
     )
 
 
@@ -412,7 +414,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
     (
         matches(
             r"same dtype|should be the same|scalar type|does not match weight dtype|dtypes match|"
-            r"equal to src\.dtype|but got dtype"
+            r"equal to src\.dtype|but got dtype|but expected"
         ),
         _two_dtypes,
     ),

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.data.sampling import restored_random_state
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
-from runner.precision.casting import CastCacheWatch, cast_nest, input_fields
+from runner.precision.casting import CastCacheWatch, fields_of, is_wider, lost_whole_number
 from runner.precision.contract import Precision
 from runner.precision.conversion_proof import (
     ForwardWatch,
@@ -29,7 +29,7 @@ from runner.precision.conversion_proof import (
     holds_matrix,
 )
 from runner.precision.conversion_report import ConversionReport
-from runner.precision.keep_fp32 import KeptInFloat32
+from runner.precision.keep_fp32 import MADE, WideTrial
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 from runner.training.expert_loads import ExpertLoads
 from runner.training.initial_weights import read_initial_weights
@@ -46,9 +46,9 @@ from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
 from runner.utils.layout import ROUTERS
-from runner.utils.module_tape import ModuleTape
 from runner.utils.modules import matches_pattern
 from runner.utils.reproducibility import saved_forward_state, seed_all
+from runner.utils.tensors import dtype_name
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
 BYPASSED_REASON = "the model reads its weight and passes its forward by"
@@ -153,7 +153,7 @@ def build_proven_model(
         built = _build(setup, make, saved)
     finally:
         precision.finds_experts = False
-    built = _find_wide_inputs(setup, built, inputs)
+    built = _fit_wide(setup, built, inputs)
     experts = expert_layouts(built.model)
     if not (experts or _converts(built) or adapted_layers(built.model)):
         return built
@@ -179,7 +179,7 @@ def build_proven_model(
             precision.expert_layouts = trial.experts
         del built  # else both models would be in memory
         seed_all(setup.spec.seed)
-        built = _build(setup, make, saved)
+        built = _fit_wide(setup, _build(setup, make, saved), inputs)
         trial = _trial(setup, built, inputs)
     known = [stack for stack in expert_stacks(built.model) if not stack.module.is_trial]
     found = {stack.name: stack.transposed for stack in known}
@@ -293,9 +293,9 @@ def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -
 
 
 def _process_trial(
-    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
+    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any], trains: bool = False
 ) -> TrialResult:
-    """Return the result of this process's trial forward."""
+    """Return the result of this process's trial forward, in training mode if it `trains`."""
     precision = setup.precision
     model = built.model
     converted = converted_layers(model, built.report)
@@ -306,7 +306,7 @@ def _process_trial(
         try:
             first = precision.cast(inputs())
             # In evaluation mode, so that no statistics of the first batch get into the model.
-            model.eval()
+            model.train(trains)
             with (
                 torch.no_grad(),
                 precision.session(model, setup.device),
@@ -329,42 +329,70 @@ def _process_trial(
     return TrialResult(watch.executed, bypassed, completed, matrices, *found)
 
 
-def _find_wide_inputs(
-    setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
-) -> BuiltModel:
-    """Have the precision leave those inputs in float32 that a module of keep_fp32 takes; return the
-    model with a line that names them.
+def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -> BuiltModel:
+    """Leave wider than the precision stores what the forward takes so, by the rule in
+    docs/precisions.md; return the model with lines that name it.
 
-    Each is tried by a forward: left so, its values must reach such a module, and fit elsewhere.
+    Raises:
+        ConfigError: 16 bits would change whole numbers among the inputs.
     """
-    precision = setup.precision
-    kept = [module for module in built.model.modules() if isinstance(module, KeptInFloat32)]
-    if not kept or precision.storage.itemsize != 2:
-        return built
-    batch = inputs()
-    # A cast copies what has floats, and nothing else.
-    fields = [k for k, v in input_fields(batch).items() if cast_nest(v, torch.float16) is not v]
-    sums: list[float] = []
+    precision, storage = setup.precision, setup.precision.storage
+    with restored_random_state():
+        batch = inputs()
+    fields = fields_of(batch)
+    label = [*fields][-1] if setup.task.passes_target else None
+    wide: dict[str | int, torch.dtype] = {}
+    for key, value in fields.items():
+        dtypes = {leaf.dtype for leaf in tree_leaves(value) if is_wider(leaf, storage)}
+        if dtypes:
+            wide[key] = torch.float64 if torch.float64 in dtypes else torch.float32
+    precision.wide_inputs = wide
+    first = precision.cast(batch)
+    contexts = precision.forward(setup.device), precision.backward(setup.device)
+    trial = WideTrial(built.model, storage, contexts)
+    for key, value in fields_of(first).items():
+        trial.add(value, {("input ", key)})
+    # In training mode, too, in which alone a forward may make tensors without a dtype.
+    modes = (False, True) if trial.contexts else (False,)
 
-    def note(_: str, call: Any) -> None:
-        leaves = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
-        sums.extend(float(leaf.detach().float().sum()) for leaf in leaves)
+    def completes(values: Any) -> bool:
+        tried = [_process_trial(setup, built, lambda: values, m).forward_completed for m in modes]
+        return setup.strategy.broadcast_object(all(tried))
 
-    given: dict[frozenset[Any], str] = {}
-    with ModuleTape() as tape:
-        for module in kept:
-            tape.watch_calls("", module, note)
-        for wide in (frozenset[Any](), *(frozenset({field}) for field in fields)):
-            precision.wide_inputs = wide
-            sums.clear()
-            completed = _process_trial(setup, built, lambda: batch).forward_completed
-            given[wide] = str(sums) if completed else ""
-    found = [wide for wide, text in given.items() if text not in ("", given[frozenset()])]
-    precision.wide_inputs = setup.strategy.broadcast_object(frozenset[Any]().union(*found))
-    names = first_names(sorted(map(str, precision.wide_inputs)))
-    line = f"stays in float32 for modules of precision.keep_fp32: input {names}"
-    lines = (*built.report.kept, line) if found else built.report.kept
-    return built._replace(report=replace(built.report, kept=lines))
+    with trial:
+        if trial.found or trial.contexts:
+            completes(first)
+    found = setup.strategy.broadcast_object(trial.found - trial.refused)
+    # An autograd.Function, say, hides its operations from the trial: what is found is proven.
+    for taken in (found, set[Any]()):
+        precision.wide_inputs = {k: dtype for k, dtype in wide.items() if ("input ", k) in taken}
+        trial.leave(taken)
+        if not taken or completes(batch):
+            break
+    narrow = dtype_name(storage)
+    rounded = {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else ()
+    lost = lost_whole_number({key: fields[key] for key in rounded}, storage)
+    if lost:
+        raise ConfigError(
+            f"precision={precision.name}: {narrow} would change whole numbers, {lost}, and a layer "
+            "takes no float32. Have the data set yield categories as integers and scale the rest, "
+            f"or type precision={precision.wider_precision}."
+        )
+    cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
+    stays = f"stays wider than {narrow}, as the forward takes it: {_origins_text(taken)}"
+    becomes = f"cast to {narrow}, for an operation takes nothing wider: {_origins_text(cast)}"
+    warning = (
+        f"warning: tensors made without a dtype are in {narrow}, for an operation takes no wider "
+        f"ones, and distinct values become equal in {_names_text(trial.losing)}. Make them there "
+        "with dtype=torch.float32, or type precision.keep_fp32=[<module>]"
+    )
+    has_losses = bool(trial.losing) and MADE not in taken
+    lines = [stays] * bool(taken) + [becomes] * bool(cast) + [warning] * has_losses
+    return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
+
+
+def _origins_text(origins: set[tuple[Any, ...]]) -> str:
+    return _names_text({f"{kind}{name}" for kind, name, *_ in origins})
 
 
 class FirstStepProof:

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.data.batch_layout import KeywordInputs
 from runner.modes.context import RunContext
-from runner.precision.casting import cast_nest
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.training.step import examples_in, loss_of, split_loss
@@ -26,8 +25,7 @@ _MODEL_TOLERANCE = 5e-3
 def check_totals(state: TrainState, output: Any, target: Any) -> None:
     """Raise ConfigError where a task's totals or metrics are of another kind than Task says."""
     task = state.task
-    dtype = state.precision.loss_dtype
-    totals = task.evaluation_totals(cast_nest(output, dtype), cast_nest(target, dtype))
+    totals = task.evaluation_totals(*state.precision.loss_pair(output, target))
     name = type(task).__name__
     if not isinstance(totals, Tensor) or totals.ndim != 1:
         raise ConfigError(
@@ -156,7 +154,6 @@ def _whole_and_halves(
     """
     task = state.task
     size = examples_in((inputs, target))
-    dtype = state.precision.loss_dtype
 
     def loss_and_weight(part: list[int]) -> tuple[float, float]:
         cut = partial(_cut, size=size, part=part)
@@ -164,7 +161,7 @@ def _whole_and_halves(
         if task.passes_target:
             loss = loss_of(state, tree_map(cut, inputs), own)
         else:
-            halved = tree_map(cut, cast_nest(output, dtype)), cast_nest(own, dtype)
+            halved = state.precision.loss_pair(tree_map(cut, output), own)
             loss, _ = split_loss(task.loss(*halved), task)
         count = labels_of(task, own)
         return float(loss), len(part) if count is None else float(count)

@@ -5,7 +5,7 @@ width (complex64 <-> complex128) and never lose their imaginary part.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
@@ -16,16 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
 from runner.utils.modules import tensors_named
 from runner.utils.tensors import memory_of
-
-
-class WideFields(dict[str, Any]):
-    """Fields whose floats no half precision casts, such as boxes, whose coordinates it would
-    round by pixels: they are float32 at least."""
 
 
 @cache
@@ -165,6 +160,26 @@ class CastCacheWatch(TorchFunctionMode):
         return result
 
 
+def lost_whole_number(inputs: Mapping[str | int, Any], dtype: torch.dtype) -> str:
+    """Return in words a whole number that a dtype cannot hold, of the columns of inputs in which
+    all numbers are whole; empty without one. The last dimension counts columns, of [N] there is
+    one."""
+    for key, value in inputs.items():
+        for leaf in tree_leaves(value):
+            if is_wider(leaf, dtype):
+                columns = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
+                is_whole = (columns == columns.round()).all(0)
+                for row, column in (is_whole & (columns.to(dtype) != columns)).nonzero().tolist():
+                    return f"{columns[row, column]:.15g} in column {column} of input {key}"
+    return ""
+
+
+def is_wider(value: Any, dtype: torch.dtype) -> bool:
+    """Return whether a value is a floating tensor of more bytes a number than a dtype has."""
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return is_float and value.itemsize > dtype.itemsize
+
+
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor as a precision of this floating dtype holds it; the same object where nothing
     changes."""
@@ -184,19 +199,23 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
         return nest
     if isinstance(nest, Tensor):
         return cast_tensor(nest, dtype)
+    cast = partial(cast_nest, dtype=dtype)
     if _has_own_apply(nest):
-        return copy(nest).apply(partial(cast_nest, dtype=dtype))
+        return copy(nest).apply(cast)
     if isinstance(nest, Mapping):
-        return _cast_mapping(nest, dtype)
-    # A named tuple takes its values as separate arguments.
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(cast_nest(value, dtype) for value in nest))
+        values = {key: cast(value) for key, value in nest.items()}
+        # The constructor of a defaultdict takes the factory first.
+        factory = [nest.default_factory] if isinstance(nest, defaultdict) else []
+        return values if type(nest) is dict else type(nest)(*factory, values)  # type: ignore[call-arg]
     if isinstance(nest, list | tuple):
-        return type(nest)(cast_nest(value, dtype) for value in nest)
+        # A named tuple takes its values as separate arguments.
+        parts = map(cast, nest)
+        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
     if is_dataclass(nest) and not isinstance(nest, type):
         # Fields that the constructor does not take, it computes from the others.
-        values = {f.name: cast_nest(getattr(nest, f.name), dtype) for f in fields(nest) if f.init}
-        return replace(nest, **values)
+        return replace(
+            nest, **{f.name: cast(getattr(nest, f.name)) for f in fields(nest) if f.init}
+        )
     return nest
 
 
@@ -205,55 +224,30 @@ def _has_own_apply(value: Any) -> bool:
     return hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, nn.Module)
 
 
-def cast_inputs(inputs: Any, dtype: torch.dtype, wide: Collection[str | int]) -> Any:
-    """Return a model's inputs cast to a dtype, those of some fields to float32.
+def cast_fields(nest: Any, dtype: torch.dtype, wide: Mapping[str | int, torch.dtype]) -> Any:
+    """Return a model's inputs or a module's outputs cast to a dtype, some fields to own ones.
 
     Args:
-        inputs: a tensor, or a mapping or sequence of fields.
-        dtype: of the other floating tensors.
-        wide: keys or positions of fields; 0 for the only tensor.
+        nest: a tensor, or a mapping or sequence of fields.
+        dtype: of the other fields.
+        wide: dtypes of fields, by key or position; 0 for the only tensor.
     """
     if not wide:
-        return cast_nest(inputs, dtype)
-    fields = input_fields(inputs).items()
-    cast = {key: cast_nest(part, torch.float32 if key in wide else dtype) for key, part in fields}
-    if isinstance(inputs, Mapping):
-        return type(inputs)(cast)  # type: ignore[call-arg]
-    return type(inputs)(cast.values()) if isinstance(inputs, list | tuple) else cast[0]
+        return cast_nest(nest, dtype)
+    parts = {key: cast_nest(part, wide.get(key, dtype)) for key, part in fields_of(nest).items()}
+    if isinstance(nest, Mapping):
+        return type(nest)(parts)  # type: ignore[call-arg]
+    if hasattr(nest, "_fields"):
+        return type(nest)(*parts.values())
+    return type(nest)(parts.values()) if isinstance(nest, list | tuple) else parts[0]
 
 
-def input_fields(inputs: Any) -> dict[str | int, Any]:
-    """Return the fields of a model's inputs by key or position; of a tensor, itself at 0."""
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    return dict(enumerate(inputs if isinstance(inputs, list | tuple) else [inputs]))
-
-
-def _cast_mapping(nest: Mapping[Any, Any], dtype: torch.dtype) -> Any:
-    """Return a copy of a mapping, of its own class, with the tensors of every value cast."""
-    if type(nest) is WideFields:
-        dtype = torch.promote_types(dtype, torch.float32)
-    cast = {key: cast_nest(value, dtype) for key, value in nest.items()}
-    if type(nest) is dict:
-        return cast
-    # Its constructor takes the factory first.
-    if isinstance(nest, defaultdict):
-        return type(nest)(nest.default_factory, cast)
-    return type(nest)(cast)  # type: ignore[call-arg]
-
-
-def float64_to_float32(nest: Any) -> Any:
-    """Return a copy of a nest with float64 and complex128 tensors in float32 and complex64, which
-    can be multiplied with float32 weights; other tensors are unchanged."""
-
-    def to_single(value: Any) -> Any:
-        if _has_own_apply(value):
-            return copy(value).apply(to_single)
-        is_wide = isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
-        return cast_tensor(value, torch.float32) if is_wide else value
-
-    # A single tensor, the usual batch, without tree_map's search for containers.
-    return to_single(nest) if isinstance(nest, Tensor) else tree_map(to_single, nest)
+def fields_of(nest: Any) -> dict[str | int, Any]:
+    """Return the fields of a model's inputs or a module's outputs by key or position; of a tensor,
+    itself at 0."""
+    if isinstance(nest, Mapping):
+        return dict(nest)
+    return dict(enumerate(nest if isinstance(nest, list | tuple) else [nest]))
 
 
 def cast_floats(

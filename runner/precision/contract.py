@@ -22,15 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import (
-    autocast,
-    cast_floats,
-    cast_inputs,
-    cast_nest,
-    float64_to_float32,
-)
+from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
@@ -95,8 +90,8 @@ class Precision(ABC):
         expert_layouts: dotted names of the stacked weights of experts that a forward has found, and
             whether each is transposed.
         finds_experts: the conversion is followed by a forward that finds further ones.
-        wide_inputs: keys or positions of the model's inputs that stay in float32, for a module of
-            keep_fp32 that takes them.
+        wide_inputs: dtypes of the model's inputs that are exceptions from the rule of `cast`, by
+            key or position: labels, and what a trial forward found, see runner.modes.execution.
         float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
             products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
             settings of products.
@@ -125,7 +120,7 @@ class Precision(ABC):
     bypassed: Mapping[str, str] = MappingProxyType({})
     expert_layouts: Mapping[str, bool] = MappingProxyType({})
     finds_experts: bool = False
-    wide_inputs: frozenset[str | int] = frozenset()
+    wide_inputs: Mapping[str | int, torch.dtype] = MappingProxyType({})
     float32_matmul: str = ""
     cpu_float16: KernelChoice = "auto"
     reduced_precision_reduction: bool = False
@@ -177,7 +172,7 @@ class Precision(ABC):
         """
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
         keep_in_float32(model, kept, self.storage)
-        own_dtypes, lines = find_kept_tensors(model, self.storage)
+        own_dtypes, lines = find_kept_tensors(model, self.storage, device)
         cast_floats(model, self.storage, {**own_dtypes, **dict.fromkeys(kept, torch.float32)})
         return model, ConversionReport(kept=lines)
 
@@ -190,7 +185,9 @@ class Precision(ABC):
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context around the model's forward; reusable, entered once per micro-batch."""
-        return self._plain_context
+        if not self.has_autocast:
+            return self._plain_context
+        return autocast(device.type, self.compute, self.caches_casts)
 
     def backward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context around the backward; reusable, entered once per micro-batch.
@@ -201,13 +198,23 @@ class Precision(ABC):
         return self._plain_context
 
     def cast(self, inputs: Any) -> Any:
-        """Return a batch's model inputs, a nest of tensors, in the dtype that the model needs."""
-        return inputs
+        """Return a batch's model inputs, a nest of tensors, in the dtypes that the model needs.
+
+        That is the storage dtype, from which autocast casts by itself, and for the fields of
+        wide_inputs theirs.
+        """
+        return cast_fields(inputs, self.storage, self.wide_inputs)
 
     def cast_target(self, target: Any) -> Any:
         """Return a target for a loss in the precision (autocast_loss), a nest of tensors."""
-        # wide_inputs names the model's inputs alone.
-        return cast_nest(target, self.storage) if self.wide_inputs else self.cast(target)
+        return cast_nest(target, self.storage)
+
+    def loss_pair(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """Return a model's output and a target as a loss outside the precision takes them: in
+        float32; in float64 under 64-true, and where the model returns float64."""
+        dtypes = {leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        dtype = torch.float64 if torch.float64 in dtypes else self.loss_dtype
+        return cast_nest(output, dtype), cast_nest(target, dtype)
 
     def scale(self, device: torch.device) -> LossScale:
         """Return the loss scale of a run, whose tensors are on the device."""
@@ -242,6 +249,11 @@ class Precision(ABC):
     def compute_format(self) -> str:
         """Return in which format the matrix products are, as a phrase."""
         return dtype_name(self.compute)
+
+    @property
+    def has_autocast(self) -> bool:
+        """Return whether the model's forward runs under autocast."""
+        return self.compute is not self.storage
 
     # Below: what messages, lists and the advisor ask of a precision, in place of its name. The
     # defaults follow from the dtypes, so that a precision of the user's own has them, too.
@@ -360,7 +372,7 @@ class ConvertingPrecision(Precision):
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
-        own_dtypes, lines = find_kept_tensors(model, self.storage)
+        own_dtypes, lines = find_kept_tensors(model, self.storage, device)
         rules = ConversionRules(
             self.name,
             self.ignore_modules,
@@ -381,24 +393,6 @@ class ConvertingPrecision(Precision):
             in_float32 = dict.fromkeys(wide, torch.float32)
             cast_floats(model, self.storage, {**own_dtypes, **in_float32})
         return model, replace(report, kept=lines)
-
-    @property
-    def has_autocast(self) -> bool:
-        """Return whether the model's forward runs under autocast."""
-        return self.compute is not self.storage
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if not self.has_autocast:
-            return self._plain_context
-        return autocast(device.type, self.compute, self.caches_casts)
-
-    def cast(self, inputs: Any) -> Any:
-        """Return the inputs in the storage dtype. Under autocast they are not cast, so that
-        modules kept in float32 and unconverted layers get the original values; only float64, which
-        autocast does not cast, becomes float32."""
-        if self.has_autocast:
-            return float64_to_float32(inputs)
-        return cast_inputs(inputs, self.storage, self.wide_inputs)
 
     @property
     def compute_format(self) -> str:

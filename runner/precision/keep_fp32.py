@@ -15,23 +15,34 @@ bfloat16, too) and core_model_loading.py.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
+from runner.precision.casting import (
+    DefaultDtype,
+    cast_fields,
+    cast_floats,
+    cast_nest,
+    cast_tensor,
+    fields_of,
+    is_wider,
+)
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 from runner.utils.library_warnings import suppress_warnings
-from runner.utils.module_tape import is_in_backward
+from runner.utils.module_tape import ROOT, ModuleTape, is_in_backward
 from runner.utils.modules import frozen_parts, outermost_names, select_modules, tensors_named
-from runner.utils.tensors import dtype_name
+from runner.utils.tensors import dtype_name, widest_float
 
+_CPU = torch.device("cpu")
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
 
@@ -40,6 +51,8 @@ class KeptInFloat32:
     the modules around it."""
 
     _surroundings: torch.dtype
+    # Dtypes of the outputs, by key or position, that are not cast to the surroundings'.
+    _wide_outputs: Mapping[str | int, torch.dtype] = MappingProxyType({})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = (*self.parameters(recurse=False), *tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
@@ -55,8 +68,120 @@ class KeptInFloat32:
         finally:
             torch.set_default_dtype(previous)
         # Under autocast the surroundings are float32 storage and the next operation casts by
-        # itself; in a true precision the next layer's weights want their own dtype.
-        return cast_nest(outputs, self._surroundings)
+        # itself; in a true precision the next layer's weights want their own dtype, and outputs
+        # that no such layer takes stay as they are, see runner.modes.execution.
+        return cast_fields(outputs, self._surroundings, self._wide_outputs)
+
+
+MADE = ("tensors made without ", "a dtype")
+"""The origin, see WideTrial, of tensors that a forward makes without a dtype."""
+
+
+class WideTrial(TorchFunctionMode):
+    """A context around forwards in which values are wider than the precision stores, and which
+    finds those of them that an operation does not take.
+
+    An operation that fails with such values gets them cast, so that one forward finds all. Values
+    come from origins: ("input ", key), ("", name of a part), ("output of ", name of a kept module,
+    key), and MADE.
+
+    Args:
+        model: converted; its parts built in float64 and its kept modules' outputs are tried.
+        storage: dtype of the precision.
+        contexts: of forward and backward; where they make 16 bits the default dtype, tensors made
+            without a dtype are tried in float32.
+
+    Attributes:
+        contexts: those that make 16 bits the default dtype.
+        parts: the parameters and buffers that the model built in float64, by name.
+        found: the origins of wide values.
+        refused: those with which an operation failed.
+        losing: modules whose tensors made without a dtype have distinct values that are equal in
+            16 bits.
+    """
+
+    def __init__(self, model: nn.Module, storage: torch.dtype, contexts: Collection[Any]) -> None:
+        super().__init__()
+        is_half = storage.itemsize == 2
+        self._storage = storage
+        self.contexts = [c for c in contexts if is_half and isinstance(c, DefaultDtype)]
+        named = [(name or ROOT, module) for name, module in model.named_modules()]
+        self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
+        self.parts = {} if storage is torch.float64 else double_parts(model)
+        self._origins: dict[int, tuple[Tensor, set[Any]]] = {}  # by id of the tensor, kept alive
+        self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
+        self.found, self.refused, self.losing = set[Any](), set[Any](), set[str]()
+        self._tape = ModuleTape()
+        for name, module in named:
+            self._tape.watch_calls(name, module, end=self._note_outputs)
+        for context in self.contexts:
+            context.dtype = torch.float32
+        for kept in self._kept.values():
+            kept._surroundings = torch.float32
+        for name, part in self.parts.items():
+            self.add(part, {("", name)})
+
+    def add(self, values: Any, origins: set[Any]) -> None:
+        """Note what the wide ones among the tensors of a nest come from."""
+        for leaf in tree_leaves(values):
+            if is_wider(leaf, self._storage):
+                self._origins[id(leaf)] = leaf, origins
+                self.found |= origins
+
+    def leave(self, taken: Collection[Any]) -> None:
+        """End the trial; leave wide what these origins name of the model's, and cast the rest."""
+        self._tape.close()
+        for context in self.contexts:
+            context.dtype = torch.float32 if MADE in taken else self._storage
+        for name, module in self._kept.items():
+            keys = [origin[2] for origin in taken if origin[:2] == ("output of ", name)]
+            module._surroundings = self._storage
+            module._wide_outputs = dict.fromkeys(keys, torch.float32)
+        for name, part in self.parts.items():
+            if ("", name) not in taken:
+                part.data = part.data.to(self._storage)
+
+    def _note_outputs(self, name: str, output: Any) -> None:
+        for key, value in fields_of(output).items() if name in self._kept else ():
+            self.add(value, {("output of ", name, key)})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        origins = {o for leaf in leaves for o in self._origins.get(id(leaf), (None, ()))[1]}
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if not origins:
+                raise
+            self.refused |= origins
+            args, kwargs = tree_map(self._narrowed, (args, kwargs))
+            return func(*args, **kwargs)
+        if self._is_made(func, leaves, result):
+            origins = {MADE}
+        self.add(result, origins)
+        return result
+
+    def _is_made(self, func: Any, leaves: list[Any], result: Any) -> bool:
+        """Return whether a tensor is made without a dtype, or computed of such alone."""
+        running = self._tape.running
+        has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
+        given = [v for v in leaves if isinstance(v, Tensor) and id(v) not in self._made]
+        has_numbers = any(v.is_floating_point() or v.is_complex() for v in given)
+        is_new = is_wider(result, self._storage) and not (has_dtype or has_numbers)
+        is_made = self.contexts and running and is_new and self._kept.keys().isdisjoint(running)
+        # Of normal numbers 16 bits lose no more than of the sums that they are added to.
+        if is_made and func is not torch.randn:
+            self._made.add(id(result))
+            narrow = result.to(self._storage)
+            # As positions and angles do; cosines near 1 that become equal are as good as before.
+            is_coarse = func is torch.rand or bool(((narrow - result).abs() > 2**-7).any())
+            if is_coarse and narrow.unique().numel() < result.unique().numel():
+                self.losing.add(running[-1])
+        return bool(is_made)
+
+    def _narrowed(self, value: Any) -> Any:
+        return value.to(self._storage) if id(value) in self._origins else value
 
 
 def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:
@@ -160,14 +285,22 @@ def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
         )
 
 
+def double_parts(model: nn.Module) -> dict[str, Tensor]:
+    """Return the float64 parameters and buffers by name, of a model whose first matrix is of
+    another dtype: one that is built in float64 throughout has no such parts."""
+    first = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float64)
+    named = _named_tensors(model).items() if first is not torch.float64 else ()
+    return {name: tensor for name, tensor in named if tensor.dtype is torch.float64}
+
+
 def find_kept_tensors(
-    model: nn.Module, storage: torch.dtype
+    model: nn.Module, storage: torch.dtype, device: torch.device = _CPU
 ) -> tuple[dict[str, torch.dtype], tuple[str, ...]]:
     """Return what keeps its dtype where the other floating tensors get the storage dtype.
 
     Returns:
         By name float32 for the parameters and buffers that the model declares so, and the dtypes of
-        those that it froze in one of their own; lines for the console.
+        those that it froze in one of their own or built in float64; lines for the console.
     """
     kept: dict[str, torch.dtype] = {}
     lines: list[str] = []
@@ -178,6 +311,8 @@ def find_kept_tensors(
         kept |= {f"{path}.{name}": dtype for name, dtype in own.items()}
         for dtype in {*own.values()}:
             lines.append(f"stays in {dtype_name(dtype)}, frozen by the model: {path}")
+    if storage is not torch.float64 and widest_float(device) is torch.float64:
+        kept = {**dict.fromkeys(double_parts(model), torch.float64), **kept}
     declared: list[str] = []
     if storage.itemsize == 2:
         models = [n for n, m in model.named_modules() if hasattr(m, "_keep_in_fp32_modules")]

@@ -5,7 +5,6 @@ float16 has a loss scale, because its range is smaller than float32's; bfloat16 
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from runner.precision import options
-from runner.precision.casting import autocast, float64_to_float32
 from runner.precision.contract import CPU_DEVICE, Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
@@ -108,14 +106,6 @@ class MixedPrecision(Precision):
                 f"precision={true_precision}."
             )
         return super().convert(model, device)
-
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        return autocast(device.type, self.compute, self.caches_casts)
-
-    def cast(self, inputs: Any) -> Any:
-        """Return the inputs as they are, for autocast to cast; only float64, which it does not
-        cast, becomes float32."""
-        return float64_to_float32(inputs)
 
     def scale(self, device: torch.device) -> LossScale:
         if self.loss_scale is None:

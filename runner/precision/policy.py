@@ -23,7 +23,6 @@ from runner.config.instantiation import Arguments, keywords, locate
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
 from runner.precision import options
-from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.conversion_proof import ForwardWatch, converted_layers, expert_layouts
@@ -244,8 +243,8 @@ class Policy:
         if self.precision.autocast_loss:
             with self.forward():
                 return function(output, *map(self.precision.cast_target, targets))
-        dtype = self.precision.loss_dtype
-        return function(cast_nest(output, dtype), *(cast_nest(t, dtype) for t in targets))
+        output, cast = self.precision.loss_pair(output, targets)
+        return function(output, *cast)
 
     def backward(
         self, loss: Tensor, weight: float | Tensor | None = None, retain_graph: bool = False

@@ -5,12 +5,12 @@ tf32 stores float32 and differs from 32-true in its products, which have a 10-bi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 
 from runner.precision import options
-from runner.precision.casting import DefaultDtype, cast_inputs
+from runner.precision.casting import DefaultDtype
 from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.weight_updates import UpdateRule, check_update
@@ -107,6 +107,3 @@ class TruePrecision(Precision):
                     "optimizer.eps=1e-4."
                 )
             options.check_eps(self.name, optimizers)
-
-    def cast(self, inputs: Any) -> Any:
-        return cast_inputs(inputs, self.storage, self.wide_inputs)

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from runner.data.batch_layout import Batch
 from runner.data.sampling import batch_seed
 from runner.data.stream_loader import BatchLoader
-from runner.precision.casting import cast_nest
 from runner.training.model_call import call_model
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.step import join_batch
@@ -122,9 +121,7 @@ def _totals(
                 output = call_model(state.model, precision.cast(inputs))
             # In the loss's dtype and outside autocast, so that no metric is computed in half
             # precision. The task adds up in the widest float of the device.
-            dtype = precision.loss_dtype
-            output = cast_nest(output, dtype)
-            target = cast_nest(target, dtype)
+            output, target = precision.loss_pair(output, target)
             size = validation.examples_in(i * validation.batch_size)
             share = strategy.rank.batch_share(size)
             if share and task.added_metrics is not None:

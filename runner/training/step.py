@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.data.batch_layout import Batch
-from runner.precision.casting import cast_nest
 from runner.precision.gradients import (
     any_found_inf,
     clip_gradients,
@@ -85,8 +84,7 @@ def _loss_and_terms(
         # Within these contexts autocast chooses the dtypes of the loss, too.
         if precision.autocast_loss:
             return _task_loss(state, output, precision.cast_target(target), size)
-    dtype = precision.loss_dtype
-    return _task_loss(state, cast_nest(output, dtype), cast_nest(target, dtype), size)
+    return _task_loss(state, *precision.loss_pair(output, target), size)
 
 
 def _task_loss(

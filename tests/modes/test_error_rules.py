@@ -46,6 +46,11 @@ class Distances(nn.Linear):
         return torch.cdist(x, x)
 
 
+class Double(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.zeros(8, dtype=torch.double))
+
+
 class Grad(nn.Linear):
     def forward(self, x):
         def energy(row):
@@ -63,6 +68,7 @@ class Grad(nn.Linear):
         (Cuts, "32-true", r"inference_mode\(\) computes has no gradient"),
         (Fails, "bf16-mixed", r"precision\.emulate=true; or type precision\.keep_fp32=\[body\]"),
         (Distances, "bf16-true", "type precision=bf16-mixed"),
+        (Double, "32-true", "two dtypes meet there.* type precision=64-true; or leave out"),
         (Grad, "bf16-mixed", r"autocast\('cpu', enabled=False\):` around the call"),
     ],
 )
@@ -80,3 +86,12 @@ def test_what_fails_is_named_with_what_to_type(kind, precision, message):
         step()
     advice = precision_advice(Failure(raised.value, model, chosen))
     assert re.search(message, advice, re.IGNORECASE), advice
+
+
+def test_layers_of_one_class_are_named_together():
+    parts = {"fc": nn.Linear(8, 8), "conv0": Distances(8, 8), "conv1": Distances(8, 8)}
+    chosen = load_precision("bf16-true")
+    model, _ = chosen.convert(nn.Sequential(OrderedDict(parts)))
+    with pytest.raises(NotImplementedError) as raised, chosen.forward(torch.device("cpu")):
+        model(chosen.cast(torch.ones(3, 8)))
+    assert "keep_fp32=[conv*]" in precision_advice(Failure(raised.value, model, chosen))

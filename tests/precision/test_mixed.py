@@ -32,11 +32,12 @@ def test_half_parameters_are_refused_by_name(name, instead):
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed", "bnb-nf4", "float8-rowwise"])
-def test_autocast_casts_inputs_but_for_float64(name):
+def test_inputs_under_autocast_are_float32(name):
     precision = load_precision(name)
     cast = precision.cast({"x": torch.ones(2, dtype=torch.float64), "n": torch.ones(2).long()})
     assert (cast["x"].dtype, cast["n"].dtype) == (torch.float32, torch.int64)
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+    assert precision.cast(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32
+    for dtype in (torch.float32, torch.int64, torch.complex64):
         tensor = torch.ones(2, dtype=dtype)
         assert precision.cast(tensor) is tensor
     with precision.forward(CPU):

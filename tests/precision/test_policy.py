@@ -508,7 +508,7 @@ def test_a_target_is_no_input_that_stays_in_float32():
     dtypes = []
     policy = precision("bf16-true", autocast_loss=True)
     model = policy.convert(nn.Linear(2, 2))
-    policy.precision.wide_inputs = frozenset({0})
+    policy.precision.wide_inputs = {0: torch.float32}
     with policy.session():
         with policy.forward():
             output = model(torch.ones(1, 2, dtype=torch.bfloat16))

@@ -33,7 +33,8 @@ def npz(
         seed: of the split.
 
     Returns:
-        Floating arrays in float32, integers and booleans as they are, labels of integers in int64.
+        Floating arrays in float64 where the file has it, else in float32; integers and booleans as
+        they are, labels of integers in int64. What a model gets of them is the precision's matter.
 
     Raises:
         ConfigError: a file or an array is missing, arrays differ in N, or do not fit into memory.
@@ -95,9 +96,9 @@ def _arrays(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, n
 
 
 def as_input(array: np.ndarray) -> Tensor:
-    """Return an array as a tensor: floating numbers in float32, others as they are."""
+    """Return an array as a tensor: floating numbers in float32 or float64, others as they are."""
     if array.dtype.kind == "f":
-        array = array.astype(np.float32, copy=False)
+        array = array.astype(np.float64 if array.itemsize >= 8 else np.float32, copy=False)
     # In the byte order of this machine, which torch asks for.
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(np.ascontiguousarray(native))

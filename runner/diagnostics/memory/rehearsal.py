@@ -21,7 +21,6 @@ from runner.diagnostics.memory.memory_tracker import (
     MemoryBreakdown,
     MemoryTracker,
 )
-from runner.precision.casting import cast_nest
 from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
 from runner.training.evaluation import Stagnation, set_evaluation_mode
@@ -92,8 +91,7 @@ class Rehearsal:
         set_evaluation_mode(state.model, state.task)
         with precision.eval_context(state.plain_model), precision.forward(state.device):
             output = call_model(state.model, precision.cast(inputs))
-        dtype = precision.loss_dtype
-        state.task.evaluation_totals(cast_nest(output, dtype), cast_nest(target, dtype))
+        state.task.evaluation_totals(*precision.loss_pair(output, target))
 
 
 def build_rehearsal(

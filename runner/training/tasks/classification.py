@@ -5,7 +5,7 @@ from functools import partial
 from math import nan
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.training.tasks.task import (
@@ -109,7 +109,7 @@ class Binary(TensorTask):
 
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed binary cross entropy in nats, right answers, labels that count]."""
-        logits, labels = self._pair(output, target)
+        logits, labels = self._logits(output, target)
         right = ((logits > 0) == (labels > 0.5)) & (labels != IGNORED)
         losses = _binary_entropies(logits, labels).to(wide(logits))
         return stack(losses.sum(), right.sum(), count_labels(target))
@@ -131,7 +131,7 @@ class Binary(TensorTask):
 
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities and labels int64, [N] of those that count, or [B, ...] with -100."""
-        logits, labels = self._pair(output, target)
+        logits, labels = self._logits(output, target)
         answers = (labels > 0.5).long().masked_fill(labels == IGNORED, IGNORED)
         if labels.ndim > 1:
             return logits.sigmoid(), answers
@@ -141,6 +141,27 @@ class Binary(TensorTask):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats and val/accuracy, of the labels one by one, in [0, 1]."""
         return class_metrics(totals)
+
+    def describe_output(self, output: Any) -> str:
+        """Return a warning where a model returns probabilities, as it seems, for logits."""
+        numbers = self.select(output)
+        # A model that was never trained returns logits near 0, of both signs.
+        is_probable = numbers.numel() >= 8 and 0.4 <= numbers.amax() <= 1 and numbers.amin() >= 0
+        if self.training_loss or not is_probable:
+            return ""
+        return (
+            "warning: all outputs of the first batch are in [0, 1], and task=binary takes logits. "
+            "If the model ends in a sigmoid, type task.loss=torch.nn.BCELoss, or leave it out"
+        )
+
+    def _logits(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and labels, also where task.loss takes probabilities."""
+        numbers, labels = self._pair(output, target)
+        loss = getattr(self.training_loss, "loss", None)
+        if isinstance(loss, nn.BCELoss) or getattr(loss, "func", loss) is F.binary_cross_entropy:
+            # BCELoss ends at a loss of 100, too.
+            numbers = numbers.to(wide(numbers)).logit().clamp(-100, 100)
+        return numbers, labels.to(numbers.dtype)
 
     def _pair(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.select(output)

@@ -48,18 +48,17 @@ class AddedMetrics:
                     part.dist_sync_fn = lambda tensor, group=None: gather(tensor)
 
     def update(self, predictions: Any, targets: Any) -> None:
-        """Add a batch, in float32 or wider.
+        """Add a batch, whose numbers are in float32 or wider.
 
         Raises:
             ModelError: a metric does not take them.
         """
-        predictions = _widened(predictions)
         if isinstance(targets, Tensor) and not targets.numel():
             return  # no label of the batch counts
         given = f"{_described(predictions)} and {_described(targets)}"
         for name, metric in self.metrics.items():
             with _failures_named(name, f" It is given predictions and targets, {given}."):
-                metric.update(predictions, _widened(targets))
+                metric.update(predictions, targets)
 
     def values(self) -> dict[str, float]:
         """Return the values over all processes, which must all call it, by names "val/...".
@@ -320,12 +319,6 @@ def wide(like: Tensor) -> torch.dtype:
 def mean(total: float, count: float) -> float:
     """Return total / count; NaN if nothing was counted."""
     return total / count if count else math.nan
-
-
-def _widened(value: Any) -> Any:
-    """Return a tensor of half precision in float32, and anything else as it is."""
-    is_half = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4
-    return value.float() if is_half else value
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -141,3 +141,24 @@ def test_one_answer_for_each_example_has_one_logit_for_each():
     loss.backward()
     assert loss.isnan()
     assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("loss", [torch.nn.BCELoss(), torch.nn.functional.binary_cross_entropy])
+def test_outputs_are_probabilities_where_the_loss_takes_them(loss):
+    probabilities = torch.tensor([0.9, 0.4, 0.2, 1.0, 0.0])
+    labels = torch.tensor([1, 0, 1, 1, 0])
+    task = Binary(loss=loss)
+    metrics = task.evaluation_metrics(task.evaluation_totals(probabilities, labels).tolist())
+    assert metrics["val/accuracy"] == pytest.approx(0.8)
+    assert metrics["val/plain_loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
+    predictions, _ = task.metric_inputs(probabilities, labels)
+    assert torch.allclose(predictions.float(), probabilities)
+    assert task.describe_output(probabilities.repeat(2)) == ""
+
+
+def test_outputs_that_look_like_probabilities_are_warned_of():
+    torch.manual_seed(0)
+    logits = torch.randn(64) / 3
+    assert "task.loss=torch.nn.BCELoss" in Binary().describe_output(logits.sigmoid())
+    for others in (logits, logits[:4].sigmoid(), logits.abs().clamp(max=0.3)):
+        assert Binary().describe_output(others) == ""
