@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -14,6 +15,7 @@ from runner.config.hydra_plugins import register_plugins
 from runner.config.messages import explain
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError, refuse
+from runner.utils.layout import MANIFEST
 from runner.utils.secrets import redact_values
 
 
@@ -74,6 +76,45 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
         raise ConfigError(explain(error, ())) from error
     assert isinstance(spec, RunSpec)
     return spec
+
+
+_JOB_SUBFOLDER = "${hydra.job.num}"
+"""Name of a job's folder in its sweep's: a sweep finds its jobs again by their numbers."""
+
+
+def folder_problems(hydra: DictConfig) -> Iterator[str]:
+    """Yield why the folders that Hydra's own keys name are none for a run or a sweep.
+
+    Args:
+        hydra: Hydra's part of a composed config.
+    """
+    if hydra.job.chdir:
+        yield (
+            "hydra.job.chdir=true: all relative paths, those of the store and of the data, are "
+            "read from the folder that the command is typed in. Leave hydra.job.chdir out; a "
+            "callback saves files in the run's folder with run.save(name, content)."
+        )
+    subfolder = OmegaConf.to_container(hydra.sweep)["subdir"]  # type: ignore[index]
+    if subfolder != _JOB_SUBFOLDER:
+        yield (
+            f"hydra.sweep.subdir={subfolder}: a sweep finds its jobs by their numbers, which name "
+            "their folders. Leave hydra.sweep.subdir= out: the table and the report name each "
+            "job's settings."
+        )
+    for key in ("run", "sweep"):
+        if not hydra[key].dir.strip():
+            yield (
+                f"hydra.{key}.dir= is empty. Type hydra.{key}.dir=<folder>, or leave it out for a "
+                f"new folder in outputs/{key}s."
+            )
+    run = Path(hydra.run.dir)
+    is_single = OmegaConf.is_missing(hydra.job, "num")
+    is_job_folder = run.name.isdecimal() and (run.parent / MANIFEST).exists()
+    if is_single and (is_job_folder or (run / MANIFEST).exists()):
+        yield (
+            f"hydra.run.dir={run} is in the folder of a sweep, which would take the run for one of "
+            "its jobs. Type another folder."
+        )
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

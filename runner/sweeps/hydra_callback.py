@@ -20,6 +20,7 @@ from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS
 from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
+from runner.config.resolve import folder_problems
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
 from runner.utils.library_warnings import suppress_warnings
@@ -63,7 +64,7 @@ class SweepCallback(Callback):
         self._skip_refused = skip_refused
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a sweep's keys and a precision's unknown keys in a single run.
+        """Refuse a sweep's keys and a precision's unknown keys in a single run, and wrong folders.
 
         Args:
             config: the run's.
@@ -71,10 +72,11 @@ class SweepCallback(Callback):
         Raises:
             SystemExit: the run is refused, by the error that is its cause.
         """
-        # A job of a sweep is a single run with a number, and has the keys of its sweep.
-        if not OmegaConf.is_missing(config.hydra.job, "num"):
-            return
         try:
+            refuse(folder_problems(config.hydra))
+            # A job of a sweep is a single run with a number, and has the keys of its sweep.
+            if not OmegaConf.is_missing(config.hydra.job, "num"):
+                return
             for key in filter(self._is_set.get, self._is_set):
                 raise ConfigError(f"{key} is for sweeps. Type -m, or leave it out.")
             check_run_keys(config)
@@ -154,6 +156,7 @@ def _prepare(config: DictConfig) -> None:
         ConfigError: the command combines what does not go together.
         Unavailable: mode=advise cannot run on this machine.
     """
+    refuse(folder_problems(config.hydra))
     if config.checkpoint.resume is not None:
         raise ConfigError(
             "checkpoint.resume resumes one run. Leave -m out, or type "

@@ -8,6 +8,7 @@ from refusals import check_refused, message_table
 from tiers import crossed
 
 from runner.utils.folder_lock import folder_lock
+from runner.utils.layout import MANIFEST
 
 MISTAKES = message_table("""
 precision=bf17-mixed => precision=bf17-mixed is not known | 16-mixed, 16-true
@@ -95,6 +96,12 @@ modle=mlp => modle=mlp is not known | Type model=<value>.
 --config-dir => --config-dir | expected one argument
 adapter=lora +adapter.r=4 => adapter.r=4: | Write rank in place of r.
 hydra.run.dir=/proc/nothing => /proc/nothing | hydra.run.dir=<folder>
+hydra.run.dir= => hydra.run.dir= is empty | Type hydra.run.dir=<folder>
+-m seed=0,1 hydra.sweep.dir= => hydra.sweep.dir= is empty | outputs/sweeps
+hydra.job.chdir=true => hydra.job.chdir=true | Leave hydra.job.chdir out
+-m seed=0,1 hydra.job.chdir=true => hydra.job.chdir=true | Leave hydra.job.chdir out
+-m seed=0,1 hydra.sweep.subdir=${hydra.job.override_dirname} => hydra.sweep.subdir=${hydra.job.over
+    by their numbers | Leave hydra.sweep.subdir= out
 """)
 
 
@@ -220,6 +227,14 @@ def test_a_folder_in_which_another_command_runs(quick, tmp_path):
     with folder_lock(tmp_path / "run"):
         done = quick("hydra.run.dir=run")
     check_refused(done, "another command is running in this folder")
+
+
+@pytest.mark.parametrize("folder", ["swept", "swept/7"])
+def test_a_run_in_the_folder_of_a_sweep_which_would_take_it_for_a_job(quick, tmp_path, folder):
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / MANIFEST).touch()
+    check_refused(quick(f"hydra.run.dir={folder}"), f"hydra.run.dir={folder} is in the folder")
+    assert [path.name for path in tmp_path.glob("swept/*")] == [MANIFEST]
 
 
 def test_a_config_of_ones_own_that_hydra_would_ignore(own, lab, root):

@@ -266,12 +266,8 @@ class RemoteLauncher(Launcher):
         }
         existing_jobs = {number for number, job in jobs.items() if job_folder(job).exists()}
         stop_file = Path(config.hydra.sweep.dir, STOP_FILE_NAME)
-        # Files of another sweep in the same folder would be taken for this one's.
-        stale = [stop_file]
-        if not config.hydra.callbacks.sweep.resume:
-            stale += [job_folder(jobs[number]) / RESULT for number in existing_jobs]
-        for path in stale:
-            path.unlink(missing_ok=True)
+        # A resumed sweep may have been killed before it removed the file.
+        stop_file.unlink(missing_ok=True)
         if self._node.get("ray"):
             # Before the signal handlers here: ray.init installs its own for SIGTERM.
             self._start_ray()
