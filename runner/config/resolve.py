@@ -89,32 +89,22 @@ def folder_problems(hydra: DictConfig) -> Iterator[str]:
         hydra: Hydra's part of a composed config.
     """
     if hydra.job.chdir:
-        yield (
-            "hydra.job.chdir=true: all relative paths, those of the store and of the data, are "
-            "read from the folder that the command is typed in. Leave hydra.job.chdir out; a "
-            "callback saves files in the run's folder with run.save(name, content)."
-        )
+        # Relative paths, those of the data too, are read from the folder of the command.
+        yield "hydra.job.chdir=true gives each run a store of its own. Leave hydra.job.chdir out."
     subfolder = OmegaConf.to_container(hydra.sweep)["subdir"]  # type: ignore[index]
     if subfolder != _JOB_SUBFOLDER:
         yield (
-            f"hydra.sweep.subdir={subfolder}: a sweep finds its jobs by their numbers, which name "
-            "their folders. Leave hydra.sweep.subdir= out: the table and the report name each "
-            "job's settings."
+            f"hydra.sweep.subdir={subfolder}: a sweep finds its jobs by their numbers. Leave "
+            "hydra.sweep.subdir= out: the table and the report name each job's settings."
         )
     for key in ("run", "sweep"):
         if not hydra[key].dir.strip():
-            yield (
-                f"hydra.{key}.dir= is empty. Type hydra.{key}.dir=<folder>, or leave it out for a "
-                f"new folder in outputs/{key}s."
-            )
+            yield f"hydra.{key}.dir= is empty. Type hydra.{key}.dir=<folder>, or leave it out."
     run = Path(hydra.run.dir)
-    is_single = OmegaConf.is_missing(hydra.job, "num")
     is_job_folder = run.name.isdecimal() and (run.parent / MANIFEST).exists()
-    if is_single and (is_job_folder or (run / MANIFEST).exists()):
-        yield (
-            f"hydra.run.dir={run} is in the folder of a sweep, which would take the run for one of "
-            "its jobs. Type another folder."
-        )
+    is_in_sweep = is_job_folder or (run / MANIFEST).exists()
+    if is_in_sweep and OmegaConf.is_missing(hydra.job, "num"):
+        yield f"hydra.run.dir={run} is a folder of a sweep and its jobs. Type another folder."
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

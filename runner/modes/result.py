@@ -51,6 +51,7 @@ FIXED_COLUMNS = {
     "train_loss": "last training loss",
     "steps": "optimizer steps that ran",
     "planned_steps": "optimizer steps of the whole training",
+    "ended_by": "what ended the training before its last step: a key, or a callback's reason",
     "examples_per_second": "training speed, examples per second",
     "step_ms": "time of an optimizer step, milliseconds",
     "seconds": "time of the whole job, seconds",
@@ -86,6 +87,8 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 Status = Literal["finished", "failed", "unavailable", "refused", "stopped"]
 """How a run ended."""
+TIME_LIMIT = "train.max_seconds"
+"""The key that ends a run's training after a time."""
 UNTRIED: tuple[Status, ...] = ("unavailable", "refused")
 """Of jobs that could not begin: this machine lacks what they need, or their config is refused."""
 
@@ -115,6 +118,8 @@ class RunResult:
             them: fused or eager; empty for a run that does not compile.
         trains: share of the parameters' elements that train.
         planned_steps: optimizer steps of the whole training.
+        ended_by: what ended the training before its last step: train.max_seconds, the setting of
+            early stopping, or the reason of a callback; empty where nothing did.
         device_type: type of the torch.device, for example cpu; empty in results that older versions
             wrote, see is_on_cpu.
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision,
@@ -175,6 +180,7 @@ class RunResult:
     diverged_step: int | None = None
     left_out: list[str] = field(default_factory=list)
     device_type: str = ""
+    ended_by: str = ""
 
     @property
     def objective(self) -> float:
@@ -193,6 +199,11 @@ class RunResult:
         if self.diverged or (self.status == "finished" and not is_finite):
             return "diverged"
         return self.status
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the run finished, and no limit of time ended it before its last step."""
+        return self.status == "finished" and self.ended_by != TIME_LIMIT
 
     @property
     def converted_share(self) -> str:
@@ -419,6 +430,8 @@ def result_line(result: RunResult) -> str:
     if result.examples_per_second:
         parts.append(f"{format_number(result.examples_per_second)} examples/s")
     outcome = "not tried" if result.status in UNTRIED else result.outcome
+    if result.ended_by:
+        outcome += f" by {result.ended_by}"
     return "  ".join([*parts, outcome])
 
 
@@ -451,6 +464,7 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         rows.append((f"best {result.quality}", format_number(result.best)))
     rows += [
         ("steps", str(result.steps)),
+        ("ended by", result.ended_by and f"{result.ended_by}, of {result.planned_steps} steps"),
         ("examples per second", format_number(result.examples_per_second)),
         ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
     ]

@@ -15,7 +15,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
-from runner.modes.result import RunResult, print_result
+from runner.modes.result import TIME_LIMIT, RunResult, print_result
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,
@@ -79,7 +79,7 @@ def train(
     start = perf_counter()
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
-        loaders = prepare_loaders(run)
+        loaders = prepare_loaders(run, resumed)
         loaders.train.start = starting_point(resumed)
         make = starting_model(run.setup, resumed)
         built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])
@@ -115,6 +115,9 @@ def train(
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if not failure:
             save_model(run, state, loaders.val)
+            sizes["ended_by"] = callbacks.early_end
+        if resumed or sizes.get("ended_by"):
+            run.tracker.tags({"ended_by": sizes.get("ended_by", "")})
         # The step for whose numbers a guard stopped the run; None where the hardware is at fault.
         stopped_step = callbacks.guard.stopped_step if failure else None
         sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
@@ -229,7 +232,8 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             path = callbacks.save_last()
         except CheckpointError as error:
             unsaved.append(str(error))
-        if run.signals.is_stop_requested() and path:
+        is_cut = callbacks.early_end == TIME_LIMIT
+        if (is_cut or run.signals.is_stop_requested()) and path:
             run.say(f"checkpoint: {path}")
             if run.invocation.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {run.invocation.resume_text(run.out)}")

@@ -139,9 +139,8 @@ class Sweep:
             if not resume and read_results(folder):
                 where = relative_path(folder)
                 raise ConfigError(
-                    f"hydra.sweep.dir={where} holds the jobs of another sweep, which this one would "
-                    f"take for its own. Type another folder, or {RESUME_KEY}={where} to continue "
-                    "that sweep."
+                    f"hydra.sweep.dir={where} holds the jobs of another sweep. Type another folder, "
+                    f"or {RESUME_KEY}={where} to continue that sweep."
                 )
             former = Manifest.read(folder) if resume else None
             if former is not None:

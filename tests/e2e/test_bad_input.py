@@ -97,7 +97,7 @@ modle=mlp => modle=mlp is not known | Type model=<value>.
 adapter=lora +adapter.r=4 => adapter.r=4: | Write rank in place of r.
 hydra.run.dir=/proc/nothing => /proc/nothing | hydra.run.dir=<folder>
 hydra.run.dir= => hydra.run.dir= is empty | Type hydra.run.dir=<folder>
--m seed=0,1 hydra.sweep.dir= => hydra.sweep.dir= is empty | outputs/sweeps
+-m seed=0,1 hydra.sweep.dir= => hydra.sweep.dir= is empty | Type hydra.sweep.dir=<folder>
 hydra.job.chdir=true => hydra.job.chdir=true | Leave hydra.job.chdir out
 -m seed=0,1 hydra.job.chdir=true => hydra.job.chdir=true | Leave hydra.job.chdir out
 -m seed=0,1 hydra.sweep.subdir=${hydra.job.override_dirname} => hydra.sweep.subdir=${hydra.job.over
@@ -233,7 +233,7 @@ def test_a_folder_in_which_another_command_runs(quick, tmp_path):
 def test_a_run_in_the_folder_of_a_sweep_which_would_take_it_for_a_job(quick, tmp_path, folder):
     (tmp_path / "swept").mkdir()
     (tmp_path / "swept" / MANIFEST).touch()
-    check_refused(quick(f"hydra.run.dir={folder}"), f"hydra.run.dir={folder} is in the folder")
+    check_refused(quick(f"hydra.run.dir={folder}"), f"hydra.run.dir={folder} is a folder of a sweep")
     assert [path.name for path in tmp_path.glob("swept/*")] == [MANIFEST]
 
 
