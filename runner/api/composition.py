@@ -16,10 +16,10 @@ from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, quote_value, rewrite_arguments
 from runner.config.precision_keys import check_run_keys
-from runner.config.resolve import folder_problems, register_schema, resolve_spec
+from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import ADVISE_MODES, RunSpec
 from runner.distributed import torchrun
-from runner.utils.errors import ConfigError, refuse
+from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_override
 
 
@@ -73,7 +73,6 @@ def compose_run(
         with separate_hydra(), hydra.initialize_config_module("runner.conf", version_base="1.3"):
             composed = hydra.compose("config", [*words, *search_path], return_hydra_config=True)
             HydraConfig.instance().set_config(composed)
-            refuse(folder_problems(composed.hydra))
             check_run_keys(composed)
             run_folder = str(composed.hydra.run.dir)
             choices = {str(k): str(v) for k, v in composed.hydra.runtime.choices.items() if v}

@@ -15,7 +15,7 @@ from runner.config.hydra_plugins import register_plugins
 from runner.config.messages import explain
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError, refuse
-from runner.utils.layout import MANIFEST
+from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact_values
 
 
@@ -78,10 +78,6 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     return spec
 
 
-_JOB_SUBFOLDER = "${hydra.job.num}"
-"""Name of a job's folder in its sweep's: a sweep finds its jobs again by their numbers."""
-
-
 def folder_problems(hydra: DictConfig) -> Iterator[str]:
     """Yield why the folders that Hydra's own keys name are none for a run or a sweep.
 
@@ -92,19 +88,22 @@ def folder_problems(hydra: DictConfig) -> Iterator[str]:
         # Relative paths, those of the data too, are read from the folder of the command.
         yield "hydra.job.chdir=true gives each run a store of its own. Leave hydra.job.chdir out."
     subfolder = OmegaConf.to_container(hydra.sweep)["subdir"]  # type: ignore[index]
-    if subfolder != _JOB_SUBFOLDER:
-        yield (
-            f"hydra.sweep.subdir={subfolder}: a sweep finds its jobs by their numbers. Leave "
-            "hydra.sweep.subdir= out: the table and the report name each job's settings."
-        )
+    if subfolder != "${hydra.job.num}":
+        # A sweep finds its jobs again by their numbers; its table names their settings.
+        yield f"hydra.sweep.subdir={subfolder}: numbers name jobs. Leave hydra.sweep.subdir= out."
     for key in ("run", "sweep"):
         if not hydra[key].dir.strip():
             yield f"hydra.{key}.dir= is empty. Type hydra.{key}.dir=<folder>, or leave it out."
     run = Path(hydra.run.dir)
-    is_job_folder = run.name.isdecimal() and (run.parent / MANIFEST).exists()
-    is_in_sweep = is_job_folder or (run / MANIFEST).exists()
-    if is_in_sweep and OmegaConf.is_missing(hydra.job, "num"):
+    if any((folder / MANIFEST).exists() for folder in (run, run.parent)):
         yield f"hydra.run.dir={run} is a folder of a sweep and its jobs. Type another folder."
+    sweep = Path(hydra.sweep.dir)
+    is_used = any(path.name.isdecimal() or path.name == RESULT for path in sweep.glob("*"))
+    if is_used and not hydra.callbacks.sweep.resume:
+        yield (
+            f"hydra.sweep.dir={sweep} holds another sweep, or a run. Type another folder, or "
+            f"sweep.resume={sweep} to continue that sweep."
+        )
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

@@ -5,7 +5,7 @@ cheap for large data sets, so the digest covers a sample of the examples.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -66,11 +66,6 @@ def describe_data(
             }
         )
     return descriptions
-
-
-def digests_text(descriptions: Iterable[Mapping[str, Any]]) -> str:
-    """Return use, digest and profile of each data set of describe_data, in one line."""
-    return "; ".join("{context} {digest} {profile}".format(**each) for each in descriptions)
 
 
 def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -51,7 +51,6 @@ FIXED_COLUMNS = {
     "train_loss": "last training loss",
     "steps": "optimizer steps that ran",
     "planned_steps": "optimizer steps of the whole training",
-    "ended_by": "what ended the training before its last step: a key, or a callback's reason",
     "examples_per_second": "training speed, examples per second",
     "step_ms": "time of an optimizer step, milliseconds",
     "seconds": "time of the whole job, seconds",
@@ -87,8 +86,7 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 Status = Literal["finished", "failed", "unavailable", "refused", "stopped"]
 """How a run ended."""
-TIME_LIMIT = "train.max_seconds"
-"""The key that ends a run's training after a time."""
+TIME_LIMIT = "train.max_seconds"  # what RunResult.ended_by is after a limit of time
 UNTRIED: tuple[Status, ...] = ("unavailable", "refused")
 """Of jobs that could not begin: this machine lacks what they need, or their config is refused."""
 
@@ -430,8 +428,6 @@ def result_line(result: RunResult) -> str:
     if result.examples_per_second:
         parts.append(f"{format_number(result.examples_per_second)} examples/s")
     outcome = "not tried" if result.status in UNTRIED else result.outcome
-    if result.ended_by:
-        outcome += f" by {result.ended_by}"
     return "  ".join([*parts, outcome])
 
 

@@ -113,21 +113,17 @@ def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | 
     describe = partial(fingerprint.describe_data, name, redact_values(run.spec.data), data)
     described = describe()
     path = run.out / DATA_DIGESTS
-    text = former = fingerprint.digests_text(described)
-    if resumed is not None:
-        with suppress(OSError, ValueError):  # earlier versions wrote none
-            former = read_text(path)
+    text = former = "; ".join("{context} {digest} {profile}".format(**each) for each in described)
+    with suppress(OSError, ValueError):  # earlier versions wrote none
+        former = read_text(path)
     # Examples that are others each time that they are read have no digest to compare.
-    if former != text and fingerprint.digests_text(describe()) == text:
-        message = (
-            f"the data have changed since the checkpoint: they were {former}, and are {text}. "
-            "Examples that the run has trained on may be among those that it is validated on."
-        )
+    if resumed and former != text and describe() == described:
+        message = f"the data have changed since the checkpoint: before {former}, now {text}"
         if run.spec.guard.data == "stop":
             raise ConfigError(
-                f"checkpoint.resume={run.spec.checkpoint.resume}: {message} Put the former data "
-                "back, type init.weights=<the checkpoint> in its place for a new run, or "
-                "guard.data=warn to train on."
+                f"checkpoint.resume: {message}. Examples of the training may be among those of the "
+                "validation. Put the former data back, or type guard.data=warn to train on, or "
+                "init.weights= in place of checkpoint.resume= for a new run."
             )
         run.say(f"warning: {message}")
     run.write_file(path, lambda path: write_text(path, text))

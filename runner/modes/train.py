@@ -115,13 +115,12 @@ def train(
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if not failure:
             save_model(run, state, loaders.val)
-            sizes["ended_by"] = callbacks.early_end
-        if resumed or sizes.get("ended_by"):
-            run.tracker.tags({"ended_by": sizes.get("ended_by", "")})
         # The step for whose numbers a guard stopped the run; None where the hardware is at fault.
         stopped_step = callbacks.guard.stopped_step if failure else None
         sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
-        sizes["planned_steps"] = steps
+        sizes |= {"planned_steps": steps, "ended_by": "" if failure else callbacks.early_end}
+        if resumed or sizes["ended_by"]:
+            run.tracker.tags({"ended_by": sizes["ended_by"]})
         sizes |= report.tags() | proof.computation
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
@@ -232,8 +231,7 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             path = callbacks.save_last()
         except CheckpointError as error:
             unsaved.append(str(error))
-        is_cut = callbacks.early_end == TIME_LIMIT
-        if (is_cut or run.signals.is_stop_requested()) and path:
+        if path and (callbacks.early_end == TIME_LIMIT or run.signals.is_stop_requested()):
             run.say(f"checkpoint: {path}")
             if run.invocation.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {run.invocation.resume_text(run.out)}")

@@ -149,11 +149,7 @@ class TrainingCallbacks:
             return
         result = self.summary.result_values()
         end = TrainingEnd(
-            self.state.step,
-            self.planned_steps,
-            result["metrics"],
-            result["best"],
-            self.early_end,
+            self.state.step, self.planned_steps, result["metrics"], result["best"], self.early_end
         )
         for callback in self.callbacks:
             callback.on_end(end, self.handle)
@@ -161,11 +157,11 @@ class TrainingCallbacks:
     @property
     def early_end(self) -> str:
         """What ended the training before its last step; empty where nothing but a signal did."""
-        reasons = [callback.stop_reason for callback in self.callbacks if callback.stop_reason]
+        reasons = [callback.stop_reason for callback in self.callbacks]
         is_cut = self.state.step < self.planned_steps and not self.run.signals.is_stop_requested()
-        if is_cut and self.run.spec.train.max_seconds:
+        if self.run.spec.train.max_seconds and is_cut:
             reasons.append(TIME_LIMIT)
-        return reasons[0] if reasons else ""
+        return next(filter(None, reasons), "")
 
     @property
     def failure_message(self) -> str:

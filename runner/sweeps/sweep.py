@@ -25,7 +25,7 @@ from runner.config.invocation import override_texts
 from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
-from runner.modes.result import UNTRIED, RunResult, page_lines, read_results
+from runner.modes.result import UNTRIED, RunResult, page_lines
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report import advice_page
 from runner.sweeps.report.columns import sweep_table
@@ -39,13 +39,13 @@ from runner.sweeps.report.load import (
 from runner.sweeps.report.pages import answer_record, summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.report.wording import join_names
-from runner.sweeps.sweep_resume import RESUME_KEY, resume_text, with_longer_lists
+from runner.sweeps.sweep_resume import resume_text, with_longer_lists
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console, without_numbers
-from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.errors import RunnerError
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import grouped, now_ms, relative_path
 from runner.utils.layout import VERDICT
@@ -110,9 +110,6 @@ class Sweep:
 
     Attributes:
         current: the sweep of this process, if it runs one.
-
-    Raises:
-        ConfigError: the folder holds the jobs of another sweep.
     """
 
     current: "Sweep | None" = None
@@ -136,12 +133,6 @@ class Sweep:
         # object.
         with ExitStack() as lock:
             lock.enter_context(folder_lock(folder))
-            if not resume and read_results(folder):
-                where = relative_path(folder)
-                raise ConfigError(
-                    f"hydra.sweep.dir={where} holds the jobs of another sweep. Type another folder, "
-                    f"or {RESUME_KEY}={where} to continue that sweep."
-                )
             former = Manifest.read(folder) if resume else None
             if former is not None:
                 manifest = with_longer_lists(former, overrides)
