@@ -59,8 +59,8 @@ def check_command(config: DictConfig) -> None:
     words = override_texts(config.hydra.overrides.task)
     former: dict[str, list[str]] = {}
     for override in _parse([*words, *override_texts(config.hydra.overrides.hydra)]):
-        key = _key(override)
-        values = [override.get_value_string()]
+        key = override.get_key_element()
+        values = [str(override.input_line).partition("=")[2]]
         if override.is_discrete_sweep():
             values = [*override.sweep_string_iterator()]
         if key in _NODE_GROUPS and any(text.startswith("[") for text in values):

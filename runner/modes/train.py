@@ -118,9 +118,9 @@ def train(
         # The step for whose numbers a guard stopped the run; None where the hardware is at fault.
         stopped_step = callbacks.guard.stopped_step if failure else None
         sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
-        sizes |= {"planned_steps": steps, "ended_by": "" if failure else callbacks.early_end}
-        if resumed or sizes["ended_by"]:
-            run.tracker.tags({"ended_by": sizes["ended_by"]})
+        sizes |= {"planned_steps": steps, "stopped_by": "" if failure else callbacks.early_end}
+        if resumed or sizes["stopped_by"]:
+            run.tracker.tags({"stopped_by": sizes["stopped_by"]})
         sizes |= report.tags() | proof.computation
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)

@@ -14,8 +14,7 @@ from runner.sweeps import sweep as sweeps
 from runner.sweeps.sweep import Sweep, sweep_name
 from runner.tracking.reader import Reader
 from runner.tracking.tracker import NoTracker
-from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.layout import MANIFEST
+from runner.utils.errors import TrackingError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -100,18 +99,6 @@ def test_what_all_jobs_share_are_params_without_credentials(tmp_path, monkeypatc
     (info,) = opened
     assert (info.name, info.tags["swept"]) == ("n", "precision")
     assert info.params == {"optimizer.lr": "0.1", "tracking.uri": "postgresql://***@host/db"}
-
-
-def test_a_folder_that_holds_the_jobs_of_another_sweep_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    begun(tmp_path / "swept", "32-true", NONE).end(0)
-    manifest = (tmp_path / "swept" / MANIFEST).read_bytes()
-    with pytest.raises(ConfigError, match=r"swept holds the jobs .* sweep\.resume=swept"):
-        Sweep(tmp_path / "swept", ["precision=bf16-mixed"], NONE)
-    assert (tmp_path / "swept" / MANIFEST).read_bytes() == manifest
-    # One that has only begun has no job that could be taken for another's.
-    for _ in range(2):
-        Sweep(tmp_path / "begun", [], NONE)._lock.close()
 
 
 def test_the_first_job_waits_for_the_writer_of_records(tmp_path, monkeypatch):
