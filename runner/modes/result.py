@@ -460,10 +460,7 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         rows.append((f"best {result.quality}", format_number(result.best)))
     rows += [
         ("steps", str(result.steps)),
-        (
-            "stopped by",
-            result.stopped_by and f"{result.stopped_by}, of {result.planned_steps} steps",
-        ),
+        ("stopped by", result.stopped_by),
         ("examples per second", format_number(result.examples_per_second)),
         ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
     ]

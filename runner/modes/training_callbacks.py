@@ -156,7 +156,7 @@ class TrainingCallbacks:
 
     @property
     def early_end(self) -> str:
-        """Return what ended the training before its last step; empty if nothing but a signal did."""
+        """Return what ended the training before its last step; empty for a signal or nothing."""
         reasons = [callback.stop_reason for callback in self.callbacks]
         is_cut = self.state.step < self.planned_steps and not self.run.signals.is_stop_requested()
         if self.run.spec.train.max_seconds and is_cut:
