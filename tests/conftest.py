@@ -103,6 +103,14 @@ class Done(NamedTuple):
     stderr: str
 
 
+def last_of_each_key(args):
+    """The words of a command without those of a key that comes again: tests add words to lists that
+    several of them share, and a command refuses a key that is typed twice."""
+    words = [str(arg) for arg in args]
+    last = {word.partition("=")[0]: i for i, word in enumerate(words)}
+    return [w for i, w in enumerate(words) if "=" not in w or last[w.partition("=")[0]] == i]
+
+
 def clean_env(**more):
     """This process's environment without what steers MLflow or Hydra."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
@@ -146,7 +154,7 @@ def _runner_command(popen, folder):
     """Return a function that runs a command to its end, in a process that `popen` starts."""
 
     def run(*args, cwd=folder, env=None, timeout=COMMAND_SECONDS):
-        command = [sys.executable, "-m", "runner", *map(str, args)]
+        command = [sys.executable, "-m", "runner", *last_of_each_key(args)]
         environment = clean_env(**(env or {}))
         done = run_forked(command, timeout, popen, cwd=cwd, env=environment)
         return Done(done.returncode, done.stdout, done.stderr)
@@ -177,7 +185,7 @@ def start_command(tmp_path):
 
     def start(*args, module="runner", cwd=tmp_path, env=None, fresh=False, python=sys.executable):
         process = (subprocess.Popen if fresh else ForkedProcess)(
-            [python, "-m", module, *map(str, args)],
+            [python, "-m", module, *last_of_each_key(args)],
             cwd=cwd,
             env=clean_env(**(env or {})),
             stdout=PIPE,
@@ -209,7 +217,7 @@ def in_process(folder):
         def run(*args):
             out, err = io.StringIO(), io.StringIO()
             with redirect_stdout(out), redirect_stderr(err):
-                rc = command_line.main([str(arg) for arg in args])
+                rc = command_line.main(last_of_each_key(args))
             return Done(rc, out.getvalue(), err.getvalue())
 
         yield run

@@ -104,7 +104,7 @@ def compose_run(
 
 
 def check_texts(overrides: Sequence[str]) -> list[str]:
-    """Return the words of a command, of one run or several.
+    """Return the words of a command, of one run or several: of those of a key the last one.
 
     Raises:
         ConfigError: they are no list of texts, or hold a flag.
@@ -124,7 +124,8 @@ def check_texts(overrides: Sequence[str]) -> list[str]:
                 f"{word} is an option of the command line. Give overrides only (key=value); "
                 "config_dir= stands for --config-dir, and runner.sweep for --multirun."
             )
-    return [*overrides]
+    # A command's keys are typed once, but a program adds words to a list of its own.
+    return [*{word.partition("=")[0]: word for word in overrides}.values()]
 
 
 @contextmanager

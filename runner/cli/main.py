@@ -436,7 +436,9 @@ def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunRe
         return None
     from runner.sweeps.sweep_resume import final_result
 
-    return final_result(folder, job_overrides())
+    result = final_result(folder, job_overrides())
+    # What train.max_seconds has ended continues; the jobs of a sweep are compared after that time.
+    return result if result is None or resumes_sweep or result.is_whole else None
 
 
 def _is_trial() -> bool:

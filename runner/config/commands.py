@@ -60,7 +60,7 @@ class Arguments:
 
     Attributes:
         words: those that are no options.
-        values: value of each typed option by its key; the last of one that was typed twice.
+        values: value of each typed option by its key.
     """
 
     words: list[str] = field(default_factory=list)
@@ -100,6 +100,8 @@ class Command:
             word = rest.pop(0)
             key, equals, value = word.partition("=")
             option = next((each for each in self.options if key in (each.key, each.short)), None)
+            if option is not None and option.key in arguments.values:
+                raise self._refusal(word, ": it is typed twice")
             if option is not None and equals:
                 arguments.values[option.key] = value
             elif option is not None and option.is_flag and rest:

@@ -228,6 +228,7 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
     # But checkpoint.every means checkpoint.every_steps.
     begun = [key for key in near if parent and key.startswith(full)]
     hint = _hint(begun or elsewhere or near) + _target_hint(full, argv)
+    hint = f" Type {_OTHER_PROGRAMS_KEYS[full]}." if full in _OTHER_PROGRAMS_KEYS else hint
     known = ", ".join(f"{prefix}{key}" for key in keys) or "none"
     given = _typed(full, argv) or full
     if given.startswith("sweep."):
@@ -255,6 +256,13 @@ _SYNONYMS = {
     "path": "root",
 }
 """Names that other programs use for some of our keys."""
+# What to type for keys of other programs that stand for no key of the config.
+_OTHER_PROGRAMS_KEYS = {
+    **{name: f"precision={' or '.join(each)}" for name, each in DTYPE_PRECISIONS.items()},
+    **dict.fromkeys(("config", "cfg", "c"), "--config-dir <folder of your yamls>"),
+    "device": "accelerator=cuda accelerator.index=<n>",
+    "gpus": "torchrun --nproc-per-node=<n> -m runner strategy=ddp",
+}
 
 
 def dotted_keys(prefix: str, node: object) -> Iterator[str]:

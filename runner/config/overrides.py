@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
 from runner.utils.layout import CONFIG
 
@@ -54,6 +55,9 @@ _SWEEPER = "hydra/sweeper=advise"
 _ADVISE_WORDS = (_SWEEPER, "--multirun")
 _MULTIRUN_FLAGS = {"-m", "--multirun"}
 _QUERY_FLAGS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
+# Hydra's flags, but --cfg, which one of three words follows.
+_FLAGS = {*_FLAGS_WITH_VALUE, *_MULTIRUN_FLAGS, *_QUERY_FLAGS} - {"-c", "--cfg"}
+_FLAGS |= {"--version", "--resolve", "--run", "-r", "--shell-completion", "-sc", "-i"}
 
 
 def rewrite_arguments(argv: Sequence[str]) -> list[str]:
@@ -76,6 +80,12 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
         del rest[0]
     while rest:
         text = rest.pop(0)
+        flag, equals, value = text.partition("=")
+        is_query = flag in ("-c", "--cfg") and {value, *rest[:1]} & {"job", "hydra", "all"}
+        if text.startswith("-") and flag not in _FLAGS and not is_query:
+            if not equals and not re.match("-|.*=|$", "".join(rest[:1])):
+                value = rest.pop(0)
+            text = _override_of_option(flag, value)
         if not text.startswith("-"):
             override = _rewrite_path(_quote_option(text))
             if override.startswith("verbose="):
@@ -97,6 +107,20 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     if keys >= _JOB_KEYS and not is_multirun:
         overrides.append(_JOB_FOLDER)
     return [*overrides, *_advise_words(overrides, flags), *flags]
+
+
+def _override_of_option(flag: str, value: str) -> str:
+    """Return the override that is named as an option of another program, as lr= for --lr.
+
+    Hydra refuses it with what to type: no key of the config has that name.
+
+    Raises:
+        ConfigError: the config has a key of that name.
+    """
+    name = flag.lstrip("-").replace("-", "_")
+    if name.partition(".")[0] in RunSpec.__dataclass_fields__:
+        raise ConfigError(f"{flag} is no option here. Type {name}={value or '<value>'}.")
+    return f"{name}={value}"
 
 
 def _explain_overrides(words: Sequence[str]) -> list[str]:

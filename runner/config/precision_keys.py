@@ -19,26 +19,57 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.hydra_plugins import REMOTE
 from runner.config.invocation import override_texts
 from runner.config.messages import has_key, precisions_with_key, unknown_key
-from runner.utils.errors import refuse
+from runner.config.resolve import folder_problems
+from runner.utils.errors import ConfigError, refuse
 
 KEY_PREFIX = "precision."
+# Groups whose options replace each other.
+_NODE_GROUPS = ("precision", "model", "data", "task", "optimizer", "scheduler", "accelerator")
 _EMULATE = "precision.emulate"
 _PRECISION_GROUPS = ("precision", "experiment")
 """Groups whose options decide a job's precision."""
 
 
 def check_run_keys(config: DictConfig) -> None:
-    """Check that the precision of a single run has the keys that were typed without a plus.
+    """Check a single run's command, and that its precision has the keys typed without a plus.
 
     Args:
         config: the run's, with Hydra's own part.
 
     Raises:
-        ConfigError: the precision lacks a key.
+        ConfigError: the precision lacks a key, or as check_command.
     """
+    check_command(config)
     overrides = _parse(override_texts(config.hydra.overrides.task))
     typed = [override for override in overrides if override.type is OverrideType.CHANGE]
     _lacking_keys(config, overrides, _by_key(typed))
+
+
+def check_command(config: DictConfig) -> None:
+    """Check the folders of a run or sweep, and that each value that is typed of a key has a run.
+
+    Args:
+        config: with Hydra's own part.
+
+    Raises:
+        ConfigError: a folder is none for a run, a key has several values in one run, or a list of
+            values is empty or holds one of them twice.
+    """
+    refuse(folder_problems(config.hydra))
+    words = override_texts(config.hydra.overrides.task)
+    former: dict[str, list[str]] = {}
+    for override in _parse([*words, *override_texts(config.hydra.overrides.hydra)]):
+        key = override.get_key_element()
+        values = [str(override.input_line).partition("=")[2]]
+        if override.is_discrete_sweep():
+            values = [*override.sweep_string_iterator()]
+        if key in _NODE_GROUPS and any(text.startswith("[") for text in values):
+            values = []  # Hydra would take the last one
+        if not 0 < len({*values}) == len(values) or former.setdefault(key, values) != values:
+            raise ConfigError(
+                f"{override.input_line}: type {key}= once, with one value, or after -m with "
+                f"different ones: {key}=<value>,<value>."
+            )
 
 
 def omitted_key_pairs(config: DictConfig, runs_as_it_is: Callable[[DictConfig], bool]) -> list[str]:

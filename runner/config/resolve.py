@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -14,6 +15,7 @@ from runner.config.hydra_plugins import register_plugins
 from runner.config.messages import explain
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError, refuse
+from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact_values
 
 
@@ -76,6 +78,34 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
         raise ConfigError(explain(error, ())) from error
     assert isinstance(spec, RunSpec)
     return spec
+
+
+def folder_problems(hydra: DictConfig) -> Iterator[str]:
+    """Yield why the folders that Hydra's own keys name are none for a run or a sweep.
+
+    Args:
+        hydra: Hydra's part of a composed config.
+    """
+    if hydra.job.chdir:
+        # Relative paths, those of the data too, are read from the folder of the command.
+        yield "hydra.job.chdir=true gives each run a store of its own. Leave hydra.job.chdir out."
+    subfolder = OmegaConf.to_container(hydra.sweep)["subdir"]  # type: ignore[index]
+    if subfolder != "${hydra.job.num}":
+        # A sweep finds its jobs again by their numbers; its table names their settings.
+        yield f"hydra.sweep.subdir={subfolder}: numbers name jobs. Leave hydra.sweep.subdir= out."
+    for key in ("run", "sweep"):
+        if not hydra[key].dir.strip():
+            yield f"hydra.{key}.dir= is empty. Type hydra.{key}.dir=<folder>, or leave it out."
+    run = Path(hydra.run.dir)
+    if any((folder / MANIFEST).exists() for folder in (run, run.parent)):
+        yield f"hydra.run.dir={run} is a folder of a sweep and its jobs. Type another folder."
+    sweep = Path(hydra.sweep.dir)
+    is_used = any(path.name.isdecimal() or path.name == RESULT for path in sweep.glob("*"))
+    if is_used and not hydra.callbacks.sweep.resume:
+        yield (
+            f"hydra.sweep.dir={sweep} holds another sweep, or a run. Type another folder, or "
+            f"sweep.resume={sweep} to continue that sweep."
+        )
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

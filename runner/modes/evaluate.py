@@ -97,7 +97,7 @@ def evaluate_checkpoint(
     """
     spec = run.spec
     start = perf_counter()
-    loaders = prepare_loaders(run, saved.content)
+    loaders = prepare_loaders(run, saved)
     validation = loaders.val
     average = saved.content.get(AVERAGE_KEY)
     if average is not None:

@@ -86,6 +86,7 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 Status = Literal["finished", "failed", "unavailable", "refused", "stopped"]
 """How a run ended."""
+TIME_LIMIT = "train.max_seconds"  # what RunResult.stopped_by is after a limit of time
 UNTRIED: tuple[Status, ...] = ("unavailable", "refused")
 """Of jobs that could not begin: this machine lacks what they need, or their config is refused."""
 
@@ -115,6 +116,8 @@ class RunResult:
             them: fused or eager; empty for a run that does not compile.
         trains: share of the parameters' elements that train.
         planned_steps: optimizer steps of the whole training.
+        stopped_by: what ended the training before its last step: train.max_seconds, the setting of
+            early stopping, or the reason of a callback; empty where nothing did.
         device_type: type of the torch.device, for example cpu; empty in results that older versions
             wrote, see is_on_cpu.
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision,
@@ -175,6 +178,7 @@ class RunResult:
     diverged_step: int | None = None
     left_out: list[str] = field(default_factory=list)
     device_type: str = ""
+    stopped_by: str = ""
 
     @property
     def objective(self) -> float:
@@ -193,6 +197,11 @@ class RunResult:
         if self.diverged or (self.status == "finished" and not is_finite):
             return "diverged"
         return self.status
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the run finished, and no limit of time ended it before its last step."""
+        return self.status == "finished" and self.stopped_by != TIME_LIMIT
 
     @property
     def converted_share(self) -> str:
@@ -452,6 +461,7 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         rows.append((f"best {result.quality}", format_number(result.best)))
     rows += [
         ("steps", str(result.steps)),
+        ("stopped by", result.stopped_by),
         ("examples per second", format_number(result.examples_per_second)),
         ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
     ]

@@ -237,8 +237,9 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
 
 
 def _is_finished(run: Path) -> bool:
+    """Return whether a run has taken all the steps that it was meant to take."""
     with suppress(ValueError, OSError):  # none, or damaged
-        return RunResult.read(run).status == "finished"
+        return RunResult.read(run).is_whole
     return False
 
 

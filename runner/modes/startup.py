@@ -5,7 +5,8 @@ later are explained by training_errors.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import TrainSpec
 from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
@@ -40,7 +42,9 @@ from runner.training.schedules import describe_schedule
 from runner.training.state import TrainState, saved_state
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError, refuse
+from runner.utils.files import read_text, write_text
 from runner.utils.formatting import first_names, format_percent, now_ms
+from runner.utils.layout import DATA_DIGESTS
 from runner.utils.reproducibility import saved_forward_state, seed_all
 from runner.utils.secrets import redact_values
 from runner.utils.tensors import MIB, count_elements, stored_bytes
@@ -53,7 +57,7 @@ _ROUNDING_LINES = {
 """What a run that compiles prints, by train.compile_rounding."""
 
 
-def prepare_loaders(run: RunContext, saved: Mapping[str, Any]) -> RunLoaders:
+def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None = None) -> RunLoaders:
     """Build, report and check the loaders of a run's data sets, those that its mode reads.
 
     The generators are seeded before the data and again after it, so that the weights follow from
@@ -61,10 +65,10 @@ def prepare_loaders(run: RunContext, saved: Mapping[str, Any]) -> RunLoaders:
 
     Args:
         run: the run.
-        saved: content of the checkpoint that the run continues or evaluates; empty without one.
+        saved: the checkpoint that the run continues or evaluates; None without one.
 
     Raises:
-        ConfigError: a data set does not fit the command.
+        ConfigError: a data set does not fit the command, or a resumed run has other data.
         DataError: a data set holds what it must not, see guard.data.
     """
     prepare_process(run)
@@ -76,17 +80,17 @@ def prepare_loaders(run: RunContext, saved: Mapping[str, Any]) -> RunLoaders:
     if not trains:
         del labelled["train"]
     datasets = {label: loader.dataset for label, loader in labelled.items()}
-    refuse(fingerprint.fact_problems(saved.get("learned", {}), "the checkpoint", datasets))
+    learned = saved.content.get("learned", {}) if saved else {}
+    refuse(fingerprint.fact_problems(learned, "the checkpoint", datasets))
     # Of several processes the others would not know that a wait was interrupted.
     if trains and rank.world_size == 1:
         for loader in labelled.values():
             loader.wait_context = run.signals.interruptible
     for line in _uses_of_sets(run, data):
         run.say(line)
-    # The digest reads samples, so it is computed only for a tracker that stores it.
-    if run.tracker.takes_runs:
-        name = run.invocation.option_name("data", run.spec.data)
-        run.tracker.inputs(fingerprint.describe_data(name, redact_values(run.spec.data), data))
+    # The digest reads samples, so it is computed only where it is stored.
+    if trains or run.tracker.takes_runs:
+        _record_digests(run, data, saved if trains else None)
     for label, loader in labelled.items():
         check_stream(run, label, loader)
     if trains:
@@ -94,6 +98,39 @@ def prepare_loaders(run: RunContext, saved: Mapping[str, Any]) -> RunLoaders:
     check_data(run, labelled)
     seed_all(run.spec.seed)
     return loaders
+
+
+def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | None) -> None:
+    """Record the digests of a run's data sets in the store and in the run's folder.
+
+    Args:
+        run: the run.
+        data: its data sets.
+        resumed: the checkpoint that it continues from; None for a run that starts.
+
+    Raises:
+        ConfigError: the digests are not those of the run before its checkpoint, see guard.data.
+    """
+    name = run.invocation.option_name("data", run.spec.data)
+    describe = partial(fingerprint.describe_data, name, redact_values(run.spec.data), data)
+    described = describe()
+    path = run.out / DATA_DIGESTS
+    text = former = "; ".join("{context} {digest} {profile}".format(**each) for each in described)
+    with suppress(OSError, ValueError):  # earlier versions wrote none
+        former = read_text(path)
+    # Examples that are others each time that they are read have no digest to compare.
+    if resumed and former != text and describe() == described:
+        message = f"the data have changed since the checkpoint: before {former}, now {text}"
+        if run.spec.guard.data == "stop":
+            raise ConfigError(
+                f"checkpoint.resume: {message}. Examples of the training may be among those of the "
+                "validation. Put the former data back, or type guard.data=warn to train on, or "
+                "init.weights= in place of checkpoint.resume= for a new run."
+            )
+        run.say(f"warning: {message}")
+    run.write_file(path, lambda path: write_text(path, text))
+    if run.tracker.takes_runs:
+        run.tracker.inputs(described)
 
 
 def check_data(run: RunContext, loaders: Mapping[str, BatchLoader]) -> None:

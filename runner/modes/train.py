@@ -15,7 +15,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
-from runner.modes.result import RunResult, print_result
+from runner.modes.result import TIME_LIMIT, RunResult, print_result
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,
@@ -79,7 +79,7 @@ def train(
     start = perf_counter()
     # Until the loop runs there is nothing to save, so a signal ends the set-up at once.
     with run.signals.interruptible():
-        loaders = prepare_loaders(run, resumed.content if resumed else {})
+        loaders = prepare_loaders(run, resumed)
         loaders.train.start = starting_point(resumed)
         make = starting_model(run.setup, resumed)
         built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])
@@ -118,7 +118,9 @@ def train(
         # The step for whose numbers a guard stopped the run; None where the hardware is at fault.
         stopped_step = callbacks.guard.stopped_step if failure else None
         sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
-        sizes["planned_steps"] = steps
+        sizes |= {"planned_steps": steps, "stopped_by": "" if failure else callbacks.early_end}
+        if resumed or sizes["stopped_by"]:
+            run.tracker.tags({"stopped_by": sizes["stopped_by"]})
         sizes |= report.tags() | proof.computation
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
@@ -229,7 +231,7 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             path = callbacks.save_last()
         except CheckpointError as error:
             unsaved.append(str(error))
-        if run.signals.is_stop_requested() and path:
+        if path and (callbacks.early_end == TIME_LIMIT or run.signals.is_stop_requested()):
             run.say(f"checkpoint: {path}")
             if run.invocation.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {run.invocation.resume_text(run.out)}")

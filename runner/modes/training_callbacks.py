@@ -19,6 +19,7 @@ from runner.data.stream_loader import BatchLoader, StreamLoader, reads_of
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.modes.context import RunContext
+from runner.modes.result import TIME_LIMIT
 from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
 from runner.modes.training_outputs import callback_output
@@ -147,17 +148,21 @@ class TrainingCallbacks:
         # A run that a signal has stopped is resumed, and ends then.
         if run.strategy.all_reduce_max(run.signals.number or 0):
             return
-        reasons = [callback.stop_reason for callback in self.callbacks if callback.stop_reason]
         result = self.summary.result_values()
         end = TrainingEnd(
-            self.state.step,
-            self.planned_steps,
-            result["metrics"],
-            result["best"],
-            reasons[0] if reasons else "",
+            self.state.step, self.planned_steps, result["metrics"], result["best"], self.early_end
         )
         for callback in self.callbacks:
             callback.on_end(end, self.handle)
+
+    @property
+    def early_end(self) -> str:
+        """Return what ended the training before its last step; empty for a signal or nothing."""
+        reasons = [callback.stop_reason for callback in self.callbacks]
+        is_cut = self.state.step < self.planned_steps and not self.run.signals.is_stop_requested()
+        if self.run.spec.train.max_seconds and is_cut:
+            reasons.append(TIME_LIMIT)
+        return next(filter(None, reasons), "")
 
     @property
     def failure_message(self) -> str:

@@ -16,10 +16,10 @@ import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from runner.config import precision_keys
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS
-from runner.config.precision_keys import check_run_keys, omitted_key_messages, omitted_key_pairs
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
 from runner.utils.files import check_links, write_text
@@ -64,7 +64,7 @@ class SweepCallback(Callback):
         self._skip_refused = skip_refused
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a sweep's keys and a precision's unknown keys in a single run.
+        """Refuse a sweep's keys and a precision's unknown keys in a single run, and wrong folders.
 
         Args:
             config: the run's.
@@ -78,7 +78,7 @@ class SweepCallback(Callback):
         try:
             for key in filter(self._is_set.get, self._is_set):
                 raise ConfigError(f"{key} is for sweeps. Type -m, or leave it out.")
-            check_run_keys(config)
+            precision_keys.check_run_keys(config)
             # Before Hydra writes its own files there.
             check_links(Path(config.hydra.run.dir))
         except ConfigError as error:
@@ -111,7 +111,7 @@ class SweepCallback(Callback):
             left_out = []
             # The advisor has its own rule for keys that only some precisions have.
             if config.hydra.sweeper.get("_target_") != ADVISE:
-                left_out = omitted_key_pairs(config, _needs_no_emulation)
+                left_out = precision_keys.omitted_key_pairs(config, _needs_no_emulation)
             # Now, so that the store exists before any job needs it.
             name = sweep_name(config)
             sweep = Sweep(folder, overrides, tracking, self._resume, left_out, name)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ class SweepCallback(Callback):
             # Hydra's own launcher does not say how many jobs there are.
             if own == (_BASIC, _BASIC_SWEEPER) and not config.hydra.sweeper.params:
                 sweep.update_manifest(jobs=prod(swept_counts(overrides).values()), jobs_at_once=1)
-            for message in omitted_key_messages(left_out):
+            for message in precision_keys.omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:
             # Hydra would turn an Exception of a callback into a warning.
@@ -159,6 +159,7 @@ def _prepare(config: DictConfig) -> None:
         ConfigError: the command combines what does not go together.
         Unavailable: mode=advise cannot run on this machine.
     """
+    precision_keys.check_command(config)
     if config.checkpoint.resume is not None:
         raise ConfigError(
             "checkpoint.resume resumes one run. Leave -m out, or type "

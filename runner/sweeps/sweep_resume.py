@@ -72,9 +72,10 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
             f"{RESUME_KEY}={name}: its command was typed in another folder, which its files are "
             f"relative to. Type cd {shlex.quote(str(original))} first."
         )
-    # Redacted words are typed again, see _check_added().
+    # Redacted words are typed again, see _check_added(), as are tracking.* and others.
     command = _with_lists(manifest.command[3:], lists)
-    command = [word for word in command if _REDACTION_MARK not in word]
+    replaced = {"hydra.sweep.dir", *map(override_key, added)}
+    command = [word for word in command if override_key(word) not in replaced]
     _select_recorded_store(folder, [*command, *added])
     # Hydra then runs the sweep again in its own folder.
     return [

@@ -121,7 +121,7 @@ def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:
 
 def _write_archive(path: Path, curves: Mapping[str, Curve]) -> Path:
     with replaced_file(path) as file:
-        np.savez_compressed(file, **curves)
+        np.savez_compressed(file, **curves)  # pyright: ignore[reportArgumentType]
     return path
 
 

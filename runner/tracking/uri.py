@@ -49,6 +49,8 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     Raises:
         ConfigError: for a URI that no installed MLflow store can serve.
     """
+    if uri == "":
+        raise ConfigError("tracking.uri= is empty. Type tracking.uri=<store>, or leave it out.")
     store_uri = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
     shown = redact(store_uri)
     source = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"

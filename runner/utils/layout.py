@@ -16,6 +16,7 @@ HISTORY = "history.npz"
 METRICS = "metrics.jsonl"
 """Metrics of a run with tracking=none, which has no journal."""
 NUMERICS = "numerics.json"
+DATA_DIGESTS = "data.txt"  # use, digest and profile of each data set of a run
 ROUTERS = "routers.json"
 """Experts of each token in the first step, by layer, of a mixture of experts."""
 EXPORTED_MODEL = "model.pt2"

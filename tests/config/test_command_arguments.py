@@ -18,7 +18,7 @@ from runner.utils.errors import ConfigError
         ("report run=1", ["run=1"], {}),
         ("sync run=1 .", ["run=1", "."], {}),
         ("sync tracking.uri=a=b", [], {"tracking.uri": "a=b"}),
-        ("ui port=1 port=2 tracking.uri=", [], {"port": "2", "tracking.uri": ""}),
+        ("ui port=1 tracking.uri=", [], {"port": "1", "tracking.uri": ""}),
     ],
 )
 def test_arguments(command, words, values, tmp_path, monkeypatch):
@@ -47,6 +47,10 @@ def test_arguments(command, words, values, tmp_path, monkeypatch):
         ),
         ("sync " + 300 * "x", "sync does not take xxx"),
         ("report a=" + 300 * "x", "report does not take a=xxx"),
+        (
+            "sync tracking.uri=a tracking.uri=b",
+            "sync does not take tracking.uri=b: it is typed twice",
+        ),
         ("ui =5", "ui does not take =5."),
         ("ui port", "ui does not take port. Allowed: tracking.uri=..., "),
     ],

@@ -7,7 +7,9 @@ import pytest
 from refusals import check_refused, message_table
 from tiers import crossed
 
+from runner.cli import main as command_line
 from runner.utils.folder_lock import folder_lock
+from runner.utils.layout import MANIFEST
 
 MISTAKES = message_table("""
 precision=bf17-mixed => precision=bf17-mixed is not known | 16-mixed, 16-true
@@ -95,6 +97,36 @@ modle=mlp => modle=mlp is not known | Type model=<value>.
 --config-dir => --config-dir | expected one argument
 adapter=lora +adapter.r=4 => adapter.r=4: | Write rank in place of r.
 hydra.run.dir=/proc/nothing => /proc/nothing | hydra.run.dir=<folder>
+hydra.run.dir= => hydra.run.dir= is empty | Type hydra.run.dir=<folder>
+-m seed=0,1 hydra.sweep.dir= => hydra.sweep.dir= is empty | Type hydra.sweep.dir=<folder>
+hydra.job.chdir=true => hydra.job.chdir=true | Leave hydra.job.chdir out
+-m seed=0,1 hydra.job.chdir=true => hydra.job.chdir=true | Leave hydra.job.chdir out
+-m seed=0,1 hydra.sweep.subdir=${hydra.job.override_dirname} => hydra.sweep.subdir=${hydra.job.over
+    Leave hydra.sweep.subdir= out
+precision=[32-true,16-mixed] => precision=[32-true,16-mixed]: type precision= once
+-m precision=bf16-mixed,[32-true,16-mixed] => type precision= once, with one value
+-m seed=0,0 => seed=0,0: type seed= once, with one value, or after -m with different ones
+-m precision=32,32-true => precision=32-true,32-true: type precision= once
+-m optimizer.lr=0.1,1e-1 => optimizer.lr=0.1,1e-1: type optimizer.lr= once
+-m seed=range(0,0) => seed=range(0,0): type seed= once, with one value
+-m scheduler=glob(zzz*) => scheduler=glob(zzz*): type scheduler= once, with one value
+tracking=mlflow tracking.uri= => tracking.uri= is empty | leave it out
+--lr 0.1 => lr=0.1 is not known | Type optimizer.lr=<value>.
+-lr => lr= is not known | Type optimizer.lr=<value>.
+--learning-rate=0.01 => learning_rate=0.01 is not known | Type optimizer.lr=<value>.
+--batch-size 32 => batch_size=32 is not known | Type train.batch_size=<value>.
+--resume x => resume=x is not known | Type checkpoint.resume=<value>.
+--config x => config=x is not known | Type --config-dir <folder of your yamls>.
+--fp16 model=mlp => fp16= is not known | Type precision=16-mixed or 16-true.
+--gpus 2 => gpus=2 is not known | Type torchrun --nproc-per-node=<n> -m runner strategy=ddp.
+--device cuda:0 => device=cuda:0 is not known | Type accelerator=cuda accelerator.index=<n>.
+device=cuda => device=cuda is not known | Type accelerator=cuda accelerator.index=<n>.
+--precision bf16 => --precision is no option here. Type precision=bf16.
+--optimizer.lr 0.1 => --optimizer.lr is no option here. Type optimizer.lr=0.1.
+--seed => --seed is no option here. Type seed=<value>.
+-c => c= is not known | Type --config-dir
+--cfg nosuch => cfg=nosuch is not known | Type --config-dir
+-x => x= is not known | Allowed: | optimizer
 """)
 
 
@@ -220,6 +252,40 @@ def test_a_folder_in_which_another_command_runs(quick, tmp_path):
     with folder_lock(tmp_path / "run"):
         done = quick("hydra.run.dir=run")
     check_refused(done, "another command is running in this folder")
+
+
+TWICE = message_table("""
+optimizer.lr=0.1 optimizer.lr=0.2 => optimizer.lr=0.2: type optimizer.lr= once, with one value
+precision=32-true precision=16-mixed => precision=16-mixed: type precision= once, with one value
+-m seed=0 seed=1 => seed=1: type seed= once, with one value, or after -m with different ones
+hydra.run.dir=a hydra.run.dir=b => hydra.run.dir=b: type hydra.run.dir= once
+""")
+
+
+@pytest.mark.parametrize(("typed", "parts"), TWICE)
+def test_a_key_that_is_typed_twice(main, capsys, typed, parts):
+    # Not by `main`: of two words of a key the fixture types the last one alone.
+    assert command_line.main(typed.split()) == 2
+    printed = capsys.readouterr().err
+    assert all(part in printed for part in parts)
+
+
+def test_a_second_sweep_in_a_folder_is_refused(quick, tmp_path):
+    assert quick("-m", "seed=0,1", "hydra.sweep.dir=swept", "hydra/launcher=basic").rc == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "swept").rglob("*")}
+    done = quick("-m", "seed=0,1", "optimizer.lr=0.1", "hydra.sweep.dir=swept")
+    check_refused(done, "hydra.sweep.dir=swept holds another sweep", "sweep.resume=swept")
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "swept").rglob("*")}
+
+
+@pytest.mark.parametrize("folder", ["swept", "swept/7"])
+def test_a_run_in_the_folder_of_a_sweep_which_would_take_it_for_a_job(quick, tmp_path, folder):
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / MANIFEST).touch()
+    check_refused(
+        quick(f"hydra.run.dir={folder}"), f"hydra.run.dir={folder} is a folder of a sweep"
+    )
+    assert [path.name for path in tmp_path.glob("swept/*")] == [MANIFEST]
 
 
 def test_a_config_of_ones_own_that_hydra_would_ignore(own, lab, root):

@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from run_folders import finished_run
@@ -185,6 +186,85 @@ def test_auto_begins_or_continues(main, tmp_path):
     assert (done.rc, "starts over: " in done.stdout) == (0, True)
     assert damaged.with_suffix(".superseded").exists()
     assert "finished before" in main(*typed).stdout
+
+
+def test_a_run_that_a_limit_of_time_ended_continues_with_its_length(main, tmp_path):
+    typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "train.max_seconds=1e-9")
+    folder = tmp_path / "outputs/runs/7"
+    for step in (1, 2):
+        done = main(*typed, "checkpoint.resume=auto")
+        assert done.rc == 0, done.stderr
+        assert "stopped by" in done.stdout
+        assert "train.max_seconds" in done.stdout
+        assert "Resume with: python -m runner checkpoint.resume=" in done.stdout
+        result = json.loads((folder / "result.json").read_text())
+        assert (result["steps"], result["stopped_by"]) == (step, "train.max_seconds")
+    assert "resumed at step 1 of 6" in done.stdout
+    assert "resumed at step 2 of 6" in main("checkpoint.resume=last", "tracking=none").stdout
+    rest = (*typed, "checkpoint.resume=auto", "train.max_seconds=null")
+    done = main(*rest)
+    assert (done.rc, "resumed at step 3 of 6" in done.stdout) == (0, True)
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["steps"], result["stopped_by"]) == (6, "")
+    assert "finished before" in main(*rest).stdout
+
+
+def save_rows(rows):
+    np.savez("rows.npz", images=rows, y=(rows[:, 0] > 0).astype("int64"))
+
+
+ROWS = np.random.default_rng(0).normal(size=(90, 4)).astype("float32")
+NPZ = (
+    "data=npz",
+    "data.path=rows.npz",
+    "data.meta.classes=2",
+    "data.meta.input=[4]",
+    "task=classification",
+)
+
+
+@pytest.mark.parametrize("rows", [ROWS[:60], np.concatenate([ROWS, ROWS]), ROWS[::-1]])
+def test_data_that_changed_before_a_resume_are_refused(main, tmp_path, rows):
+    save_rows(ROWS)
+    assert main(*QUICK, *NPZ, "tracking=none", "hydra.run.dir=run").rc == 0
+    make_unfinished(tmp_path / "run", 2)
+    save_rows(rows)
+    done = main("checkpoint.resume=run")
+    assert done.rc == 2
+    assert "error: checkpoint.resume: the data have changed since the checkpoint" in done.stderr
+    assert "Put the former data back, or type guard.data=warn to train on" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    save_rows(ROWS)
+    assert "warning" not in main("checkpoint.resume=run").stdout
+    make_unfinished(tmp_path / "run", 6)
+    save_rows(rows)
+    done = main("checkpoint.resume=run", "train.max_steps=7", "guard.data=warn")
+    assert (done.rc, "warning: the data have changed" in done.stdout) == (0, True)
+
+
+def test_examples_that_are_others_each_time_are_not_compared(main, tmp_path):
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    data = ("data=digits", "data._target_=drawn.sets", "data.meta.input=[4]", "task=classification")
+    assert main(*QUICK, *data, "tracking=none", "hydra.run.dir=run").rc == 0
+    make_unfinished(tmp_path / "run", 2)
+    done = main("checkpoint.resume=run")
+    assert (done.rc, "have changed" in done.stdout) == (0, False), done.stderr
+
+
+DRAWN = """
+import os
+import torch
+
+class Drawn(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.tensor([*os.urandom(4)]) / 255, index % 10
+
+def sets(**_):
+    return Drawn(), Drawn()
+"""
 
 
 def test_the_best_checkpoint_and_the_weights_alone_are_written(main, tmp_path):

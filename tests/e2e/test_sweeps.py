@@ -177,13 +177,13 @@ def test_a_wrong_override_stops_the_sweep_before_its_first_job(sweep, tmp_path, 
 
 
 def test_a_job_can_be_typed_again(sweep, quick, tmp_path):
-    values = ("hydra.sweep.subdir=job-${hydra.job.num}", "seed=${hydra:job.num}")
+    values = ("seed=${hydra:job.num}",)
     assert sweep("precision=32-true,bf16-mixed", *values).rc == 0
     (swept,) = tmp_path.glob("outputs/sweeps/*")
-    folder = swept / "job-1"
+    folder = swept / "1"
     result = RunResult.read(folder)
     assert result.seed == 1
-    other = (swept / "job-0/result.json").read_bytes()
+    other = (swept / "0/result.json").read_bytes()
 
     again = quick("precision=bf16-mixed", *values, f"hydra.sweep.dir={swept}", "hydra.job.num=1")
     assert again.rc == 0, again.stderr
@@ -191,7 +191,7 @@ def test_a_job_can_be_typed_again(sweep, quick, tmp_path):
     repeated = RunResult.read(folder)
     assert repeated.seconds != result.seconds
     assert (repeated.label, repeated.train_loss) == ("bf16-mixed", result.train_loss)
-    assert (swept / "job-0/result.json").read_bytes() == other
+    assert (swept / "0/result.json").read_bytes() == other
 
 
 def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):

@@ -204,11 +204,6 @@ def _check_command(config: DictConfig, overrides: Sequence[Override]) -> None:
             "launcher= and hydra.launcher.n_jobs= out; on a cluster, start the command in a job of "
             "its own."
         )
-    # Trials are found again by the numbers of their folders.
-    if str(OmegaConf.to_container(hydra.sweep)["subdir"]) != "${hydra.job.num}":  # type: ignore[index]
-        raise ConfigError(
-            f"mode={config.mode} names its jobs' folders itself. Leave hydra.sweep.subdir= out."
-        )
     swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
     if swept:
         key = swept[0].get_key_element()

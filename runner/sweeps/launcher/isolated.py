@@ -187,9 +187,6 @@ class JobRunner:
         """
         number = int(config.hydra.job.num)
         folder = job_folder(config)
-        if not config.hydra.callbacks.sweep.resume:
-            # A result of another sweep in the same folder would be taken for this job's.
-            (folder / RESULT).unlink(missing_ok=True)
         with job_hydra_config(config):
             name = one_line(" ".join(job_words()))
         prefix = f"[{name}] " if self._jobs_at_once > 1 else ""

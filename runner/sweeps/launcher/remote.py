@@ -100,8 +100,6 @@ class RemoteJob:
         folder: the working directory of the command.
         path: sys.path of the command.
         environ: variables that the plugin's processes may lack.
-        existing_jobs: numbers of the jobs whose folders existed before the sweep began. Any other
-            job that finds files in its folder was started before by this sweep, and resumes.
         jobs_at_once: jobs that share the machine's processors.
         is_child: the plugin's process is a child of the sweep's, and has to stop when that is gone.
     """
@@ -109,7 +107,6 @@ class RemoteJob:
     folder: str
     path: Sequence[str]
     environ: Mapping[str, str]
-    existing_jobs: frozenset[int]
     jobs_at_once: int
     is_child: bool
 
@@ -159,7 +156,7 @@ class RemoteJob:
         job = copy.deepcopy(config)
         with read_write(job), open_dict(job):
             job["hydra"] = copy.deepcopy(hydra)
-        if has_begun and int(hydra.job.num) not in self.existing_jobs:
+        if has_begun:
             with read_write(job.hydra), open_dict(job.hydra):
                 job.hydra.callbacks.sweep.resume = True
                 job.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
@@ -264,14 +261,9 @@ class RemoteLauncher(Launcher):
             number: compose_job_config(self._context, config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         }
-        existing_jobs = {number for number, job in jobs.items() if job_folder(job).exists()}
         stop_file = Path(config.hydra.sweep.dir, STOP_FILE_NAME)
-        # Files of another sweep in the same folder would be taken for this one's.
-        stale = [stop_file]
-        if not config.hydra.callbacks.sweep.resume:
-            stale += [job_folder(jobs[number]) / RESULT for number in existing_jobs]
-        for path in stale:
-            path.unlink(missing_ok=True)
+        # A resumed sweep may have been killed before it removed the file.
+        stop_file.unlink(missing_ok=True)
         if self._node.get("ray"):
             # Before the signal handlers here: ray.init installs its own for SIGTERM.
             self._start_ray()
@@ -282,7 +274,6 @@ class RemoteLauncher(Launcher):
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
             environ={key: value for key, value in os.environ.items() if key.startswith(shared)},
-            existing_jobs=frozenset(existing_jobs),
             jobs_at_once=_jobs_at_once(self._node, len(jobs)),
             is_child=_launcher_name(self._node) == "JoblibLauncher",
         )
@@ -313,6 +304,8 @@ class RemoteLauncher(Launcher):
         Raises:
             ConfigError: the other launcher accepts none of the jobs.
         """
+        # A resumed sweep has the folders of its earlier jobs.
+        new_folders = [folder for folder in map(job_folder, jobs.values()) if not folder.exists()]
         # A copy: the sweep's own config names this launcher.
         config = copy.deepcopy(self._config)
         with read_write(config), open_dict(config):
@@ -330,8 +323,7 @@ class RemoteLauncher(Launcher):
         except Exception as error:
             # Plugins raise for a failed job as well as for jobs that they do not accept. Where
             # nothing started, the command is at fault, and is refused as a whole.
-            new_jobs = {*jobs} - task.existing_jobs
-            started = any(job_folder(jobs[number]).exists() for number in new_jobs)
+            started = any(folder.exists() for folder in new_folders)
             if not stop.received_signal and not started:
                 raise self._launcher_error(error) from error
             return [_explain_error(error)] * len(jobs)
