@@ -6,13 +6,17 @@ function of this module, which finds the object by its role in the call that is 
 """
 
 import copy
+import gc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper, partial
 from importlib.resources import files
 from inspect import isclass
 from pathlib import Path
+from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType, WeakSet
 
 import torch
 from hydra.core.config_store import ConfigStore
@@ -30,6 +34,13 @@ _GROUPS = ("model", "data", "optimizer")
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
 """Keys of the data group that fit data given as objects."""
+_CARRIERS = (
+    *(FunctionType, MethodType, CellType, partial, ReferenceType, _lru_cache_wrapper),
+    *(tuple, list, set, dict),
+)
+"""What copy.deepcopy leaves as it is, or may leave so, and leads to further objects."""
+_returned = WeakSet[nn.Module]()
+"""Modules that functions of the user have returned: runs have changed them."""
 
 
 def _find(role: str, name: str) -> Any:
@@ -57,10 +68,20 @@ def given_model(name: str) -> nn.Module:
                 f"model={name} returned {_kind(built)}. Give a torch.nn.Module, or a function that "
                 "returns one."
             )
+        if built in _returned:
+            raise ConfigError(
+                f"model={name} returned one module twice, and a run converts and trains what it "
+                "gets. Give a function that builds a new module in each call, or the module itself."
+            )
+        _returned.add(built)
         return built
     # Conversion and training change a model in place, and every run of a comparison starts from
     # the same weights.
-    model = _copy_of("model", name, found, "a function that builds it, as in model=lambda: Net()")
+    remedy = (
+        "a function that builds it, as in model=lambda: Net(); one that returns it trains the "
+        "module itself"
+    )
+    model = _copy_of("model", name, found, remedy)
     # mode=plan builds models without memory.
     is_planned = torch.get_default_device().type == "meta"
     return model.to("meta") if is_planned else model
@@ -70,13 +91,93 @@ def _copy_of(role: str, name: str, found: Any, remedy: str) -> Any:
     """Return a copy of an object, which a run may change.
 
     Raises:
-        ConfigError: it cannot be copied.
+        ConfigError: it cannot be copied, or a part of its copy would still refer to the object.
     """
+    memo: dict[int, Any] = {}
     try:
-        return copy.deepcopy(found)
+        made = copy.deepcopy(found, memo)
     except Exception as error:  # of whatever type: objects copy themselves as they like
         reason = " ".join(str(error).split())
         raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.") from error
+    others: list[Any] = []
+    if role == "model":
+        given = current_objects().by_role
+        others = [given.get(role) for role in ("loss", "optimizer")] + [*given.get("callbacks", ())]
+    reason = _shared_part(memo, others)
+    if isinstance(found, nn.Module):
+        reason = reason or _copy_parameter_attributes(found, memo)
+    if reason:
+        raise ConfigError(
+            f"{role}={name} cannot be copied: {reason}, and not to the copy that is "
+            f"trained. Give {remedy}."
+        )
+    return made
+
+
+def _copy_parameter_attributes(model: nn.Module, memo: dict[int, Any]) -> str:
+    """Copy the attributes of parameters, which torch's copies lack; return a reason where a
+    parameter has hooks, which cannot be copied."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"a hook on the gradient of {name} belongs to the parameter that was given"
+        made = memo.get(id(parameter))
+        if made is not None:
+            vars(made).update(copy.deepcopy(vars(parameter), memo))
+    return ""
+
+
+def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
+    """Return what in the copies that copy.deepcopy has made refers to an object that was copied,
+    as functions do, which it does not copy; empty without any.
+
+    Args:
+        memo: of copy.deepcopy: copies by the ids of the originals.
+        others: objects that were given beside the copied one, which may refer to it, too.
+    """
+    # The memo keeps the originals alive in one more entry.
+    copies = [made for key, made in memo.items() if key != id(memo)]
+    known = {*map(id, copies)}
+    pending: list[tuple[Any, Any]] = [(None, made) for made in copies]
+    pending += [(other, other) for other in others]
+    while pending:
+        owner, value = pending.pop()
+        for part in _referents(value, memo):
+            if owner is not None and _is_replaced(part, memo):
+                word = getattr(owner, "__qualname__", type(owner).__name__)
+                code = getattr(owner, "__code__", None)
+                if code is not None:
+                    word += f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+                return f"{word} refers to the {type(part).__name__} that was given"
+            if id(part) not in known and isinstance(part, _CARRIERS):
+                known.add(id(part))
+                is_unnamed = owner is None or isinstance(owner, MethodType | partial)
+                pending.append((part if is_unnamed else owner, part))
+    return ""
+
+
+def _is_replaced(value: Any, memo: Mapping[int, Any]) -> bool:
+    """Return whether the copies hold another object in the place of this one."""
+    made = memo.get(id(value), value)
+    if made is value:
+        return False
+    # What is hashed by its value (a device, a path) does not change.
+    try:
+        return hash(made) != hash(value)
+    except TypeError:
+        return True
+
+
+def _referents(value: Any, memo: Mapping[int, Any]) -> Iterable[Any]:
+    """Return the objects that a value refers to; of the globals of a function those that it names
+    and that were copied, or are methods."""
+    if isinstance(value, ReferenceType):
+        return [value()]
+    if not isinstance(value, FunctionType):
+        return gc.get_referents(value)
+    named = [value.__globals__.get(name) for name in value.__code__.co_names]
+    methods = [part for part in named if id(part) in memo or isinstance(part, MethodType)]
+    own = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+    return [*methods, *(part for part in own if part)]
 
 
 def _kind(value: Any) -> str:
