@@ -304,6 +304,7 @@ def _step_contexts(
         warning = own_state.narrow_warning(remedy, covered)
         if warning:
             run.say(warning)
+        callbacks.name_untrained()
         proof.describe()
 
     def around(step: int) -> AbstractContextManager[object]:

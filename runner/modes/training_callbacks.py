@@ -31,7 +31,7 @@ from runner.training.callbacks.progress import progress
 from runner.training.callbacks.summary import RunSummary
 from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.loop import is_evaluation_step, total_steps
-from runner.training.records import Record, StepRecord
+from runner.training.records import EvalRecord, Record, StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.task import has_plain_loss_alone
@@ -80,6 +80,7 @@ class TrainingCallbacks:
         self._loader = loader
         # The first may be after the first step, when nothing has changed between steps.
         self._attribute_checks_left = 2
+        self._untrained: list[str] = []
         self.planned_steps = total_steps(spec.train, loader)
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
@@ -118,6 +119,20 @@ class TrainingCallbacks:
     def dispatch(self, record: Record) -> None:
         """Pass a record to every callback, in order."""
         dispatch(self.callbacks, record, self.handle)
+        if isinstance(record, EvalRecord):
+            self.name_untrained()
+
+    def name_untrained(self) -> None:
+        """Warn of parameters with a gradient that no optimizer updates, where they are others than
+        before."""
+        names = self.state.untrained_parameters()
+        if names and names != self._untrained:
+            self.run.say(
+                f"warning: {first_names(names)}: no optimizer trains these parameters, which have "
+                "gradients. Optimizers take what asks for gradients before the first step: have "
+                "the model's constructor make and unfreeze all parameters that train."
+            )
+        self._untrained = names
 
     def should_stop(self) -> bool:
         """Return whether a callback ends the training; all processes must ask after each record.

@@ -250,6 +250,12 @@ class TrainState:
             trusts_versions = counts_all and not self.skipped_steps.found_inf
             self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions)
 
+    def untrained_parameters(self) -> list[str]:
+        """Return the names of the parameters that have a gradient and that no optimizer updates."""
+        trained = {id(p) for p in self.trainable_parameters}
+        named = self.plain_model.named_parameters()
+        return [name for name, p in named if p.grad is not None and id(p) not in trained]
+
     @cached_property
     def takes_closure(self) -> bool:
         """Return whether the only optimizer evaluates the loss by itself, as LBFGS does."""
