@@ -39,6 +39,7 @@ _CARRIERS = (
     *(tuple, list, set, dict),
 )
 """What copy.deepcopy leaves as it is, or may leave so, and leads to further objects."""
+_BY_IDENTITY = (None, object.__hash__, torch.Tensor.__hash__)
 _returned = WeakSet[nn.Module]()
 """Modules that functions of the user have returned: runs have changed them."""
 
@@ -77,18 +78,17 @@ def given_model(name: str) -> nn.Module:
         return built
     # Conversion and training change a model in place, and every run of a comparison starts from
     # the same weights.
-    remedy = (
-        "a function that builds it, as in model=lambda: Net(); one that returns it trains the "
-        "module itself"
-    )
-    model = _copy_of("model", name, found, remedy)
+    remedy = "a function that builds it, as in model=lambda: Net()"
+    given = current_objects().by_role
+    others = [given.get("loss"), given.get("optimizer"), *given.get("callbacks", ())]
+    model = _copy_of("model", name, found, remedy, others)
     # mode=plan builds models without memory.
     is_planned = torch.get_default_device().type == "meta"
     return model.to("meta") if is_planned else model
 
 
-def _copy_of(role: str, name: str, found: Any, remedy: str) -> Any:
-    """Return a copy of an object, which a run may change.
+def _copy_of(role: str, name: str, found: Any, remedy: str, others: Sequence[Any] = ()) -> Any:
+    """Return a copy of an object, which a run may change; for `others` see _shared_part.
 
     Raises:
         ConfigError: it cannot be copied, or a part of its copy would still refer to the object.
@@ -99,10 +99,6 @@ def _copy_of(role: str, name: str, found: Any, remedy: str) -> Any:
     except Exception as error:  # of whatever type: objects copy themselves as they like
         reason = " ".join(str(error).split())
         raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.") from error
-    others: list[Any] = []
-    if role == "model":
-        given = current_objects().by_role
-        others = [given.get(role) for role in ("loss", "optimizer")] + [*given.get("callbacks", ())]
     reason = _shared_part(memo, others)
     if isinstance(found, nn.Module):
         reason = reason or _copy_parameter_attributes(found, memo)
@@ -142,7 +138,9 @@ def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
     while pending:
         owner, value = pending.pop()
         for part in _referents(value, memo):
-            if owner is not None and _is_replaced(part, memo):
+            is_copied = memo.get(id(part), part) is not part
+            # What is hashed by its value (a device, a path) does not change.
+            if owner is not None and is_copied and type(part).__hash__ in _BY_IDENTITY:
                 word = getattr(owner, "__qualname__", type(owner).__name__)
                 code = getattr(owner, "__code__", None)
                 if code is not None:
@@ -150,21 +148,8 @@ def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
                 return f"{word} refers to the {type(part).__name__} that was given"
             if id(part) not in known and isinstance(part, _CARRIERS):
                 known.add(id(part))
-                is_unnamed = owner is None or isinstance(owner, MethodType | partial)
-                pending.append((part if is_unnamed else owner, part))
+                pending.append((part if isinstance(part, FunctionType) else owner or part, part))
     return ""
-
-
-def _is_replaced(value: Any, memo: Mapping[int, Any]) -> bool:
-    """Return whether the copies hold another object in the place of this one."""
-    made = memo.get(id(value), value)
-    if made is value:
-        return False
-    # What is hashed by its value (a device, a path) does not change.
-    try:
-        return hash(made) != hash(value)
-    except TypeError:
-        return True
 
 
 def _referents(value: Any, memo: Mapping[int, Any]) -> Iterable[Any]:

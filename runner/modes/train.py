@@ -38,7 +38,7 @@ from runner.modes.training_outputs import (
     set_evaluation_hook,
     wants_model_folders,
 )
-from runner.precision.loss_scale import watch_tensor_hooks
+from runner.precision.loss_scale import watch_gradient_calls
 from runner.precision.weight_updates import Nearest
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
@@ -287,7 +287,7 @@ def _step_contexts(
         compiles = spec.train.compile
         casts = _UNMEASURED if compiles else watched_casts(run, state.plain_model)
         scaled = state.scale.value is not None and not compiles
-        hooks = watch_tensor_hooks(run.say) if scaled else _UNMEASURED
+        hooks = watch_gradient_calls(run.say) if scaled else _UNMEASURED
         with run.signals.interruptible(), proof.probe, proof.watch(), hooks, casts, measured:
             yield
         # The step shows what has a gradient, and what a model returns in training mode alone.
@@ -307,9 +307,18 @@ def _step_contexts(
         callbacks.name_untrained()
         proof.describe()
 
+    @contextmanager
+    def around_second(measured: AbstractContextManager[object]) -> Iterator[None]:
+        with callbacks.state.own_state.watched_reads(), measured:
+            yield
+
     def around(step: int) -> AbstractContextManager[object]:
         callbacks.progress.begin_step(step)
         measured = numerics.around_step(step) if numerics else _UNMEASURED
-        return around_first(measured) if step == first else measured
+        if step == first:
+            return around_first(measured)
+        if step == first + 1 and not spec.train.compile:
+            return around_second(measured)
+        return measured
 
     return around

@@ -230,7 +230,8 @@ class TrainingCallbacks:
                 self._attribute_checks_left = 0
                 self.run.say(
                     f"warning: {first_names(names, 6)}: no checkpoint holds what the model changes "
-                    "in attributes. Have it register_buffer them, or return get_extra_state()."
+                    "in attributes. Have it register_buffer them, or return get_extra_state(); an "
+                    "optimizer keeps them in its state or param_groups."
                 )
         # Metrics of an earlier step would be taken for those of the weights in the file.
         is_evaluated = self.summary.last_evaluation_step == self.state.step

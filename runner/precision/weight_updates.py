@@ -18,7 +18,7 @@ remainders are those of NVIDIA's fused Adam in TransformerEngine.
 
 from abc import ABC
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, final, get_args
 
 import torch
@@ -62,11 +62,13 @@ class WeightStore(ABC):
         name: of the rule.
         state_key: of what is kept beside a weight, in the optimizer's state; empty for nothing.
         keeps_wide_state: the optimizer's state is in float32; else in the weights' dtype.
+        reads_weights: forwards write the stored weights, which count then, and not what is kept.
     """
 
     name: ClassVar[str]
     state_key: ClassVar[str] = ""
     keeps_wide_state: ClassVar[bool] = False
+    reads_weights: bool = False
 
     def new_state(self, weight: Tensor) -> Tensor | None:
         """Return what is kept beside a weight before its first step; None for nothing."""
@@ -103,6 +105,8 @@ class MasterWeights(WeightStore):
         return weight.float()
 
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        for weight, copy in zip(weights, kept, strict=True) if self.reads_weights else ():
+            copy.copy_(torch.where(copy.to(weight.dtype) == weight, copy, weight))
         return [*kept]
 
 
@@ -218,28 +222,39 @@ class WideForward(TorchDispatchMode):
     Args:
         model: its 16-bit buffers and frozen weights are those tensors.
         rule: one of UPDATE_RULES but nearest.
+        stores: of the optimizers, which are told where a forward writes weights that train.
 
     Attributes:
         kept: what the rule keeps beside each tensor that was written, by name; empty tensors for
             stochastic rounding.
     """
 
-    def __init__(self, model: nn.Module, rule: str) -> None:
+    def __init__(self, model: nn.Module, rule: str, stores: Iterable[WeightStore] = ()) -> None:
         super().__init__()
         self._tensors: dict[int, tuple[str, Tensor, WeightStore]] = {}
+        self._trained: dict[int, tuple[str, Tensor, WeightStore]] = {}
+        self._stores = [*stores]
         self._generators: dict[torch.device, torch.Generator] = {}
         named = [*model.named_buffers(), *model.named_parameters()]
         counts = Counter(memory_of(tensor) for _, tensor in named)
         for name, tensor in named:
             memory = memory_of(tensor)  # 0 of one without elements
             # Tensors that share a storage would each need what is kept beside the other.
-            if memory and counts[memory] == 1 and is_narrow(tensor) and not tensor.requires_grad:
+            if memory and counts[memory] == 1 and is_narrow(tensor):
                 store = STORES[rule]
                 if store is MasterWeights:
                     # A copy would not follow what is written elsewhere; these are beside the value.
                     store = Remainders if tensor.dtype is torch.bfloat16 else Kahan
-                self._tensors[memory] = (name, tensor.detach(), store())
+                followed = self._trained if tensor.requires_grad else self._tensors
+                followed[memory] = (name, tensor.detach(), store())
         self.kept: dict[str, Tensor] = {}
+
+    def follow(self, names: Collection[str]) -> None:
+        """Have writes to parameters that ask for gradients and get none follow the rule, too."""
+        for memory, entry in self._trained.items():
+            if entry[0] in names:
+                self._tensors[memory] = entry
+                self._widened(*entry)
 
     def seed(self, seed: int, step: int) -> None:
         """Seed the draws of a step: processes that hold the same tensors round them alike.
@@ -257,9 +272,13 @@ class WideForward(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        written = {memory_of(target) for target in targets} if func._schema.is_mutable else set()
+        if written & self._trained.keys():
+            for store in self._stores:
+                store.reads_weights = True
         # What is copied was computed in 16 bits before.
-        is_update = func._schema.is_mutable and "copy_" not in func.__name__
-        written = {memory_of(target) for target in targets} if is_update else set()
+        if "copy_" in func.__name__:
+            written = set()
         stepped = {key: self._widened(*self._tensors[key]) for key in written & {*self._tensors}}
         if not stepped:
             return func(*args, **kwargs)

@@ -311,13 +311,13 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
         ConfigError: names, shapes or packing differ.
     """
     try:
-        model.load_state_dict(_unpacked_weights(model, saved), strict=True)
+        # First, for a forward may have made a buffer, or given it another shape.
         for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
             path, _, key = name.rpartition(".")
             before: Tensor | None = model.get_buffer(name)
             like = value if before is None else cast_tensor(value, before.dtype).to(before.device)
-            # Not copied into it: a forward may have given it another shape.
             model.get_submodule(path)._buffers[key] = like.clone()
+        model.load_state_dict(_unpacked_weights(model, saved), strict=True)
     except (RuntimeError, ValueError, AttributeError) as error:
         # torch lists each name below a first line that says nothing about this model.
         lines = str(error).splitlines()

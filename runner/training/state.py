@@ -101,6 +101,7 @@ class TrainState:
         widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         loss_weights: of the losses that the model returns beside the task's, by their names.
         seed: of the run, the same in all processes.
+        idle: trainable parameters without a gradient in the first step; None before.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -124,6 +125,7 @@ class TrainState:
     widened: Collection[Tensor] = ()
     loss_weights: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    idle: Sequence[Tensor] | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 
@@ -224,7 +226,8 @@ class TrainState:
     @cached_property
     def own_state(self) -> OwnState:
         """Return what the model changes by itself, from the first use on."""
-        return OwnState(self.plain_model, self.strategy.rank.world_size)
+        optimizers = [part.optimizer for part in self.optimizers]
+        return OwnState(self.plain_model, self.strategy.rank.world_size, optimizers)
 
     @cached_property
     def skipped_steps(self) -> SkippedSteps | None:
@@ -238,17 +241,23 @@ class TrainState:
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
         if is_compiled or self.precision.update == Nearest.name:
             return None
-        return WideForward(model, self.precision.update)
+        optimizers = [part.optimizer for part in self.optimizers]
+        stores = [o.weight_store for o in optimizers if hasattr(o, "weight_store")]
+        return WideForward(model, self.precision.update, stores)
 
     def end_first_step(self) -> None:
         """Note what the model changes by itself in a step; own_state was used before it."""
-        if self.wide_forward is not None and not self.wide_forward.kept:
-            self.wide_forward = None
-        counts_all = self.own_state.end_first_step()
+        counts_all = self.own_state.end_first_step(self.idle or ())
+        followers = self.own_state.followers
+        if self.wide_forward is not None:
+            self.wide_forward.follow(followers)
+            if not self.wide_forward.kept:
+                self.wide_forward = None
         if self.skipped_steps is not None:
             # A skipped step has left no change to compare.
             trusts_versions = counts_all and not self.skipped_steps.found_inf
-            self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions)
+            written = [*followers.values()]
+            self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions, written)
 
     def untrained_parameters(self) -> list[str]:
         """Return the names of the parameters that have a gradient and that no optimizer updates."""

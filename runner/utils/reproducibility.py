@@ -211,8 +211,8 @@ def saved_forward_state(model: nn.Module, device: torch.device) -> Iterator[None
     """Return a context at whose end what a forward and a backward of a model change is restored.
 
     That is the random generators, the tensors of `own_tensors`, and of each module which parameters
-    it has, its mode and its attributes, with what lists, dicts, sets, deques and dataclasses among them hold. Attributes
-    of other objects stay as they are.
+    it has, its mode and its attributes, with what lists, dicts, sets, deques and dataclasses among
+    them hold. Attributes of other objects stay as they are.
 
     Args:
         model: its other weights are neither saved nor restored.
