@@ -10,13 +10,13 @@ import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import _lru_cache_wrapper, partial
+from functools import partial
 from importlib.resources import files
 from inspect import isclass
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any
-from weakref import ReferenceType, WeakSet
+from weakref import ReferenceType
 
 import torch
 from hydra.core.config_store import ConfigStore
@@ -34,14 +34,9 @@ _GROUPS = ("model", "data", "optimizer")
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
 """Keys of the data group that fit data given as objects."""
-_CARRIERS = (
-    *(FunctionType, MethodType, CellType, partial, ReferenceType, _lru_cache_wrapper),
-    *(tuple, list, set, dict),
-)
+_CARRIERS = (FunctionType, MethodType, CellType, partial, ReferenceType, tuple, list, dict)
 """What copy.deepcopy leaves as it is, or may leave so, and leads to further objects."""
 _BY_IDENTITY = (None, object.__hash__, torch.Tensor.__hash__)
-_returned = WeakSet[nn.Module]()
-"""Modules that functions of the user have returned: runs have changed them."""
 
 
 def _find(role: str, name: str) -> Any:
@@ -69,18 +64,12 @@ def given_model(name: str) -> nn.Module:
                 f"model={name} returned {_kind(built)}. Give a torch.nn.Module, or a function that "
                 "returns one."
             )
-        if built in _returned:
-            raise ConfigError(
-                f"model={name} returned one module twice, and a run converts and trains what it "
-                "gets. Give a function that builds a new module in each call, or the module itself."
-            )
-        _returned.add(built)
         return built
     # Conversion and training change a model in place, and every run of a comparison starts from
     # the same weights.
-    remedy = "a function that builds it, as in model=lambda: Net()"
     given = current_objects().by_role
     others = [given.get("loss"), given.get("optimizer"), *given.get("callbacks", ())]
+    remedy = "a function that builds it, as in model=lambda: Net()"
     model = _copy_of("model", name, found, remedy, others)
     # mode=plan builds models without memory.
     is_planned = torch.get_default_device().type == "meta"
@@ -99,26 +88,20 @@ def _copy_of(role: str, name: str, found: Any, remedy: str, others: Sequence[Any
     except Exception as error:  # of whatever type: objects copy themselves as they like
         reason = " ".join(str(error).split())
         raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.") from error
-    reason = _shared_part(memo, others)
-    if isinstance(found, nn.Module):
-        reason = reason or _copy_parameter_attributes(found, memo)
+    reason = _shared_part(memo, others) or _copy_parameter_attributes(found, memo)
     if reason:
-        raise ConfigError(
-            f"{role}={name} cannot be copied: {reason}, and not to the copy that is "
-            f"trained. Give {remedy}."
-        )
+        raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.")
     return made
 
 
-def _copy_parameter_attributes(model: nn.Module, memo: dict[int, Any]) -> str:
-    """Copy the attributes of parameters, which torch's copies lack; return a reason where a
-    parameter has hooks, which cannot be copied."""
-    for name, parameter in model.named_parameters():
+def _copy_parameter_attributes(found: Any, memo: dict[int, Any]) -> str:
+    """Copy the attributes of a module's parameters, which torch's copies lack; return a reason
+    where a parameter has hooks, which cannot be copied."""
+    for name, parameter in found.named_parameters() if isinstance(found, nn.Module) else ():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"a hook on the gradient of {name} belongs to the parameter that was given"
-        made = memo.get(id(parameter))
-        if made is not None:
-            vars(made).update(copy.deepcopy(vars(parameter), memo))
+        made = memo.get(id(parameter), parameter)
+        vars(made).update(copy.deepcopy(vars(parameter), memo))
     return ""
 
 
@@ -142,9 +125,6 @@ def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
             # What is hashed by its value (a device, a path) does not change.
             if owner is not None and is_copied and type(part).__hash__ in _BY_IDENTITY:
                 word = getattr(owner, "__qualname__", type(owner).__name__)
-                code = getattr(owner, "__code__", None)
-                if code is not None:
-                    word += f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
                 return f"{word} refers to the {type(part).__name__} that was given"
             if id(part) not in known and isinstance(part, _CARRIERS):
                 known.add(id(part))
@@ -160,9 +140,8 @@ def _referents(value: Any, memo: Mapping[int, Any]) -> Iterable[Any]:
     if not isinstance(value, FunctionType):
         return gc.get_referents(value)
     named = [value.__globals__.get(name) for name in value.__code__.co_names]
-    methods = [part for part in named if id(part) in memo or isinstance(part, MethodType)]
-    own = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
-    return [*methods, *(part for part in own if part)]
+    named = [part for part in named if id(part) in memo or isinstance(part, MethodType)]
+    return [*named, value.__closure__, value.__defaults__, value.__kwdefaults__]
 
 
 def _kind(value: Any) -> str:

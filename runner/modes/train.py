@@ -277,14 +277,14 @@ def _step_contexts(
     spec = run.spec
     first = callbacks.state.step + 1
     numerics = callbacks.numerics
+    state = callbacks.state
+    own_state = state.own_state  # before the first step, which changes the model
+    # What is compiled does not run a mode of torch's.
+    compiles = spec.train.compile
 
     @contextmanager
     def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
-        state = callbacks.state
-        own_state = state.own_state  # before the step, which changes it
-        # What is compiled does not run a mode of torch's.
-        compiles = spec.train.compile
         casts = _UNMEASURED if compiles else watched_casts(run, state.plain_model)
         scaled = state.scale.value is not None and not compiles
         hooks = watch_gradient_calls(run.say) if scaled else _UNMEASURED
@@ -297,28 +297,24 @@ def _step_contexts(
                 "loss; val/loss is without it"
             )
         state.end_first_step()
-        wide = state.wide_forward
-        covered = wide.kept if wide else ()
-        has_rule = run.precision.update != Nearest.name
-        remedy = "" if has_rule or compiles else run.precision.update_remedy
-        warning = own_state.narrow_warning(remedy, covered)
-        if warning:
-            run.say(warning)
         callbacks.name_untrained()
         proof.describe()
 
     @contextmanager
     def around_second(measured: AbstractContextManager[object]) -> Iterator[None]:
-        with callbacks.state.own_state.watched_reads(), measured:
+        with _UNMEASURED if compiles else own_state.watched_reads(), measured:
             yield
+        has_rule = run.precision.update != Nearest.name
+        remedy = "" if has_rule or compiles else run.precision.update_remedy
+        warning = own_state.narrow_warning(remedy, state.end_second_step())
+        if warning:
+            run.say(warning)
+
+    contexts = {first: around_first, first + 1: around_second}
 
     def around(step: int) -> AbstractContextManager[object]:
         callbacks.progress.begin_step(step)
         measured = numerics.around_step(step) if numerics else _UNMEASURED
-        if step == first:
-            return around_first(measured)
-        if step == first + 1 and not spec.train.compile:
-            return around_second(measured)
-        return measured
+        return contexts[step](measured) if step in contexts else measured
 
     return around

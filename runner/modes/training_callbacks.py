@@ -125,12 +125,13 @@ class TrainingCallbacks:
     def name_untrained(self) -> None:
         """Warn of parameters with a gradient that no optimizer updates, where they are others than
         before."""
-        names = self.state.untrained_parameters()
+        trained = {id(p) for p in self.state.trainable_parameters}
+        named = self.state.plain_model.named_parameters()
+        names = [name for name, p in named if p.grad is not None and id(p) not in trained]
         if names and names != self._untrained:
             self.run.say(
-                f"warning: {first_names(names)}: no optimizer trains these parameters, which have "
-                "gradients. Optimizers take what asks for gradients before the first step: have "
-                "the model's constructor make and unfreeze all parameters that train."
+                f"warning: {first_names(names)}: no optimizer trains what has gradients here. Have "
+                "the model's constructor make and unfreeze all parameters that are to train."
             )
         self._untrained = names
 

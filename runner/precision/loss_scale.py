@@ -240,9 +240,8 @@ class HostFlag:
 
 _CALLED_THROUGH = ("torch.overrides", "torch._tensor", "torch.autograd", "torch._functorch")
 _INNER_GRADIENTS = (
-    "gradients within the forward ({}) are without the loss scale, and float16 rounds those below "
-    "6e-8 to 0. Multiply what they are taken of by a factor and divide them by it, or type "
-    "precision=bf16-mixed."
+    "gradients within the forward ({}) lack the loss scale: float16 rounds those below 6e-8 to 0. "
+    "Multiply what they are taken of by a factor, and divide them; or type precision=bf16-mixed."
 )
 
 

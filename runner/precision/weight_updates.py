@@ -18,7 +18,7 @@ remainders are those of NVIDIA's fused Adam in TransformerEngine.
 
 from abc import ABC
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, final, get_args
 
 import torch
@@ -232,7 +232,7 @@ class WideForward(TorchDispatchMode):
     def __init__(self, model: nn.Module, rule: str, stores: Iterable[WeightStore] = ()) -> None:
         super().__init__()
         self._tensors: dict[int, tuple[str, Tensor, WeightStore]] = {}
-        self._trained: dict[int, tuple[str, Tensor, WeightStore]] = {}
+        self._trained = {memory_of(p) for p in model.parameters() if p.requires_grad}
         self._stores = [*stores]
         self._generators: dict[torch.device, torch.Generator] = {}
         named = [*model.named_buffers(), *model.named_parameters()]
@@ -240,21 +240,13 @@ class WideForward(TorchDispatchMode):
         for name, tensor in named:
             memory = memory_of(tensor)  # 0 of one without elements
             # Tensors that share a storage would each need what is kept beside the other.
-            if memory and counts[memory] == 1 and is_narrow(tensor):
+            if memory and counts[memory] == 1 and is_narrow(tensor) and not tensor.requires_grad:
                 store = STORES[rule]
                 if store is MasterWeights:
                     # A copy would not follow what is written elsewhere; these are beside the value.
                     store = Remainders if tensor.dtype is torch.bfloat16 else Kahan
-                followed = self._trained if tensor.requires_grad else self._tensors
-                followed[memory] = (name, tensor.detach(), store())
+                self._tensors[memory] = (name, tensor.detach(), store())
         self.kept: dict[str, Tensor] = {}
-
-    def follow(self, names: Collection[str]) -> None:
-        """Have writes to parameters that ask for gradients and get none follow the rule, too."""
-        for memory, entry in self._trained.items():
-            if entry[0] in names:
-                self._tensors[memory] = entry
-                self._widened(*entry)
 
     def seed(self, seed: int, step: int) -> None:
         """Seed the draws of a step: processes that hold the same tensors round them alike.
@@ -273,13 +265,12 @@ class WideForward(TorchDispatchMode):
         kwargs = kwargs or {}
         targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
         written = {memory_of(target) for target in targets} if func._schema.is_mutable else set()
-        if written & self._trained.keys():
+        if written & self._trained:
             for store in self._stores:
                 store.reads_weights = True
         # What is copied was computed in 16 bits before.
-        if "copy_" in func.__name__:
-            written = set()
-        stepped = {key: self._widened(*self._tensors[key]) for key in written & {*self._tensors}}
+        updated = () if "copy_" in func.__name__ else written & {*self._tensors}
+        stepped = {key: self._widened(*self._tensors[key]) for key in updated}
         if not stepped:
             return func(*args, **kwargs)
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
@@ -108,6 +109,10 @@ def build_model(
     """
     # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
     model = _construct(spec, precision, device, made_on)
+    for module in model.modules():
+        # torch leaves the copies trainable, and nothing computes a gradient of an average.
+        if isinstance(module, AveragedModel):
+            module.requires_grad_(False)
     # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
     loads_packed = restore_exactly
     if start is not None and not restore_exactly:

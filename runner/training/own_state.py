@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from runner.precision.loss_scale import HostFlag
@@ -60,9 +59,7 @@ class _Place(NamedTuple):
         return self.members.get(self.key)
 
 
-def _places(
-    model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool = False
-) -> list[_Place]:
+def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) -> list[_Place]:
     """Return the places of tensors of a model, and of those that attributes hold; with attributes
     those that hold None, too."""
     places = []
@@ -72,9 +69,9 @@ def _places(
         every = [module._buffers, module._parameters]
         for members in [*every, vars(module)] if with_attributes else every:
             named = plain_attributes(module) if members is vars(module) else members
+            may_be_none = with_attributes and members is not module._parameters
             for key, value in named.items():
                 is_new = isinstance(value, Tensor) and is_dense(value) and id(value) not in seen
-                may_be_none = with_attributes and members is not module._parameters
                 is_empty = value is None and may_be_none and key not in _TORCHS
                 # An activation belongs to its step. Torch counts no change in inference mode.
                 is_new = is_new and (with_attributes or not value.is_inference())
@@ -96,20 +93,17 @@ class SkippedSteps:
         model: of the run.
         trusts_versions: a tensor whose version is the same is unchanged, as it is unless the model
             changes `tensor.data`.
-        followers: parameters that the model writes and that no gradient reaches.
 
     Attributes:
         found_inf: of the last step; None before.
     """
 
-    def __init__(
-        self, model: nn.Module, trusts_versions: bool = False, followers: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, trusts_versions: bool = False) -> None:
         self.found_inf: Tensor | None = None
         self._trusts_versions = trusts_versions
         self._device = next(model.parameters()).device
         self._places = []
-        for place in _places(model, [*own_tensors(model), *followers], True):
+        for place in _places(model, own_tensors(model), True):
             # After the first step no attributes: there may be many, which stay None.
             is_none = place.tensor is None and not (trusts_versions and "_buffers" in place.members)
             if is_none or self._is_followed(place.tensor):
@@ -122,15 +116,11 @@ class SkippedSteps:
         self._versions = [getattr(before, "_version", 0) for before in self._before]
 
     def _copy(self, i: int, now: Tensor | None) -> None:
-        self._before[i] = now
-        if now is None:
-            self._copies[i] = None
-            return
-        self._copies[i] = now.detach().clone()
-        self._copied_bits[i] = _as_bits(self._copies[i])
+        copied = None if now is None else now.detach().clone()
+        self._copies[i] = copied
+        self._copied_bits[i] = None if copied is None else _as_bits(copied)
         # Torch counts no change in inference mode: such a tensor is taken for another one.
-        if now.is_inference():
-            self._before[i] = self._copies[i]
+        self._before[i] = copied if now is not None and now.is_inference() else now
 
     def _is_followed(self, tensor: Any) -> bool:
         # The flag is on the model's device; to read it elsewhere would wait.
@@ -167,10 +157,9 @@ class SkippedSteps:
             is_alike = copied is not None and self._is_followed(now)
             if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
                 place.members[place.key] = torch.where(found_inf != 0, copied, now)
-                continue
-            is_state = now is None or (isinstance(now, Tensor) and now.grad_fn is None)
-            # No kernel chooses between a tensor and none, or between shapes: the host waits.
-            if is_state and HostFlag(found_inf).is_set:
+            # No kernel chooses between a tensor and None, or between shapes: the host waits. Not
+            # for an activation, or for what is neither.
+            elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
                 place.members[place.key] = copied
 
     def _written(self) -> Collection[tuple[list[Tensor], list[Tensor]]]:
@@ -206,27 +195,23 @@ class OwnState:
     Args:
         model: of the run, before its first step.
         world_size: processes of the run.
-        optimizers: of the run; of those of libraries no attribute is looked at.
+        optimizers: ScheduledOptimizers of the run; of those of libraries no attribute is looked at.
 
     Attributes:
         restored: names of the buffers that a checkpoint has set, beside the state dict.
-        followers: parameters that ask for gradients, get none and that the model writes, by name,
-            as a teacher is that nobody froze.
     """
 
-    def __init__(
-        self, model: nn.Module, world_size: int = 1, optimizers: Sequence[Optimizer] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, world_size: int = 1, optimizers: Any = ()) -> None:
         self._model = model
-        self._optimizers = [o for o in optimizers if not type(o).__module__.startswith(_LIBRARIES)]
-        frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter]
-        narrow = [p for p in frozen if p.itemsize == 2]
+        every = [scheduled.optimizer for scheduled in optimizers]
+        self._optimizers = [o for o in every if not type(o).__module__.startswith(_LIBRARIES)]
+        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+        narrow = [p for p in plain if p.itemsize == 2 and not p.requires_grad]
         # Of each place the tensor before the first step, its version and its digest.
         self._starts: list[tuple[_Place, Tensor, int, bytes]] = []
-        for place in _places(model, [*own_tensors(model), *narrow]):
+        for place in _places(model, [*own_tensors(model), *narrow], False):
             tensor = place.tensor
             self._starts.append((place, tensor, tensor._version, _digest(tensor)))
-        self._versions = {name: p._version for name, p in model.named_parameters()}
         # DDP writes every buffer in each forward, changed or not.
         self._counts_writes = world_size == 1
         self._buffer_marks = {name: mark for name, _, mark in _marked_buffers(model)}
@@ -237,15 +222,10 @@ class OwnState:
         # Attributes whose tensors the second step read (True), or replaced without reading them.
         self._reads: dict[str, bool] = {}
         self.restored: set[str] = set()
-        self.followers: dict[str, Tensor] = {}
 
-    def end_first_step(self, idle: Collection[Tensor] = ()) -> bool:
+    def end_first_step(self) -> bool:
         """Note what the first step has made; return whether torch has counted all changes of
-        tensors in it.
-
-        Args:
-            idle: trainable parameters that got no gradient.
-        """
+        tensors in it."""
         self._after_first = {name: _digest(value) for name, value in self._attributes()}
         counts_all = True
         for place, before, version, digest in self._starts:
@@ -256,12 +236,6 @@ class OwnState:
             # What is rounded away leaves no other trace than the write.
             if is_changed or (is_written and self._counts_writes):
                 self._written.append((place, before.dtype))
-        ids = {id(p) for p in idle}
-        for name, p in self._model.named_parameters():
-            if id(p) in ids and p._version != self._versions.get(name):
-                self.followers[name] = p
-        for place in _places(self._model, [*self.followers.values()]):
-            self._written.append((place, place.tensor.dtype))
         return counts_all
 
     @contextmanager
@@ -269,10 +243,9 @@ class OwnState:
         """Return the context of the second step, which shows which attributes carry values from
         step to step: what a step replaces without having read it does not."""
         held = {name: _tensors_in(value) for name, value in self._attributes()}
-        tensors = [*chain(*held.values())]
-        unread = {id(tensor) for tensor in tensors}
+        unread = {*map(id, chain(*held.values()))}
         watch = FunctionWatch(lambda _, leaves: unread.difference_update(map(id, leaves)))
-        with watch if tensors else nullcontext():
+        with watch if unread else nullcontext():
             yield
         for name, value in self._attributes():
             before = held.get(name, [])
@@ -354,21 +327,19 @@ def _marked_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                is_unsaved = key in module._non_persistent_buffers_set
-                mark = _digest(buffer) if is_unsaved else buffer.shape
+                is_saved = key not in module._non_persistent_buffers_set
+                mark = buffer.shape if is_saved else _digest(buffer)
                 yield f"{path}.{key}".lstrip("."), buffer, mark
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of an attribute and of containers in it, but no parameters."""
-    leaves = tree_leaves(value)
-    return [v for v in leaves if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)]
+    return [v for v in tree_leaves(value) if isinstance(v, Tensor) and type(v) is not nn.Parameter]
 
 
 def _leaf_digests(value: Any) -> set[bytes]:
     """Return the digests of the members of containers, however these are nested."""
-    leaves = tree_leaves(value)
-    return {_digest(v.detach() if isinstance(v, Tensor) else v) for v in leaves}
+    return {_digest(v.detach() if isinstance(v, Tensor) else v) for v in tree_leaves(value)}
 
 
 class _Pickler(pickle.Pickler):

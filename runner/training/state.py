@@ -101,7 +101,6 @@ class TrainState:
         widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         loss_weights: of the losses that the model returns beside the task's, by their names.
         seed: of the run, the same in all processes.
-        idle: trainable parameters without a gradient in the first step; None before.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -125,7 +124,6 @@ class TrainState:
     widened: Collection[Tensor] = ()
     loss_weights: dict[str, float] = field(default_factory=dict)
     seed: int = 0
-    idle: Sequence[Tensor] | None = None
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 
@@ -226,8 +224,7 @@ class TrainState:
     @cached_property
     def own_state(self) -> OwnState:
         """Return what the model changes by itself, from the first use on."""
-        optimizers = [part.optimizer for part in self.optimizers]
-        return OwnState(self.plain_model, self.strategy.rank.world_size, optimizers)
+        return OwnState(self.plain_model, self.strategy.rank.world_size, self.optimizers)
 
     @cached_property
     def skipped_steps(self) -> SkippedSteps | None:
@@ -247,23 +244,18 @@ class TrainState:
 
     def end_first_step(self) -> None:
         """Note what the model changes by itself in a step; own_state was used before it."""
-        counts_all = self.own_state.end_first_step(self.idle or ())
-        followers = self.own_state.followers
-        if self.wide_forward is not None:
-            self.wide_forward.follow(followers)
-            if not self.wide_forward.kept:
-                self.wide_forward = None
+        counts_all = self.own_state.end_first_step()
         if self.skipped_steps is not None:
             # A skipped step has left no change to compare.
             trusts_versions = counts_all and not self.skipped_steps.found_inf
-            written = [*followers.values()]
-            self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions, written)
+            self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions)
 
-    def untrained_parameters(self) -> list[str]:
-        """Return the names of the parameters that have a gradient and that no optimizer updates."""
-        trained = {id(p) for p in self.trainable_parameters}
-        named = self.plain_model.named_parameters()
-        return [name for name, p in named if p.grad is not None and id(p) not in trained]
+    def end_second_step(self) -> Collection[str]:
+        """Return the names of the tensors that the model writes by precision.update; without any,
+        follow its writes no longer. In the first step a moving average may be a copy."""
+        kept = self.wide_forward.kept if self.wide_forward else {}
+        self.wide_forward = self.wide_forward if kept else None
+        return kept
 
     @cached_property
     def takes_closure(self) -> bool:

@@ -147,7 +147,6 @@ def _restore_own_updates(state: TrainState, content: Mapping[str, Any]) -> list[
             "precision, or its update, has changed"
         ]
     if state.wide_forward is not None:
-        state.wide_forward.follow(kept)
         for name, value in kept.items():
             state.wide_forward.kept[name] = value.to(state.device, copy=True)
     return []

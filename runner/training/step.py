@@ -209,8 +209,6 @@ def train_step(
     if state.wide_forward is not None:
         state.wide_forward.seed(state.seed, state.step)
     values, terms = take_step(state, micros, sizes)
-    if state.idle is None:
-        state.idle = [p for p in state.trainable_parameters if p.grad is None]
     measured = measure_step(state)  # before the gradients are dropped
     for name, value in terms.items():
         measured[f"{TERM_PREFIX}{name}"] = value
