@@ -8,9 +8,8 @@ function of this module, which finds the object by its role in the call that is 
 import copy
 import gc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.resources import files
 from inspect import isclass
 from pathlib import Path
@@ -34,7 +33,7 @@ _GROUPS = ("model", "data", "optimizer")
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
 """Keys of the data group that fit data given as objects."""
-_CARRIERS = (FunctionType, MethodType, CellType, partial, ReferenceType, tuple, list, dict)
+_CARRIERS = (Callable, CellType, ReferenceType, tuple, list, dict)
 """What copy.deepcopy leaves as it is, or may leave so, and leads to further objects."""
 _BY_IDENTITY = (None, object.__hash__, torch.Tensor.__hash__)
 
@@ -100,8 +99,7 @@ def _copy_parameter_attributes(found: Any, memo: dict[int, Any]) -> str:
     for name, parameter in found.named_parameters() if isinstance(found, nn.Module) else ():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"a hook on the gradient of {name} belongs to the parameter that was given"
-        made = memo.get(id(parameter), parameter)
-        vars(made).update(copy.deepcopy(vars(parameter), memo))
+        vars(memo.get(id(parameter), parameter)).update(copy.deepcopy(vars(parameter), memo))
     return ""
 
 
@@ -126,7 +124,7 @@ def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
             if owner is not None and is_copied and type(part).__hash__ in _BY_IDENTITY:
                 word = getattr(owner, "__qualname__", type(owner).__name__)
                 return f"{word} refers to the {type(part).__name__} that was given"
-            if id(part) not in known and isinstance(part, _CARRIERS):
+            if id(part) not in known and isinstance(part, _CARRIERS) and not isclass(part):
                 known.add(id(part))
                 pending.append((part if isinstance(part, FunctionType) else owner or part, part))
     return ""

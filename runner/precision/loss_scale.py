@@ -238,8 +238,12 @@ class HostFlag:
         return bool(self._value.numpy()[()] != 0.0)
 
 
-_CALLED_THROUGH = ("torch.overrides", "torch._tensor", "torch.autograd", "torch._functorch")
-_INNER_GRADIENTS = (
+# Other contexts of the runner hear of a call, too.
+_CALLED_THROUGH = (
+    *("torch.overrides", "torch._tensor", "torch.autograd", "torch._functorch"),
+    *("runner.precision.", "runner.diagnostics.", "runner.utils."),
+)
+_INNER = (
     "gradients within the forward ({}) lack the loss scale: float16 rounds those below 6e-8 to 0. "
     "Multiply what they are taken of by a factor, and divide them; or type precision=bf16-mixed."
 )
@@ -275,18 +279,18 @@ def watch_gradient_calls(warn: Callable[[str], None]) -> FunctionWatch:
     """Return a context in which the lines of code that the loss scale disturbs are warned of, each
     once, before the backward: those that register hooks on activations, and those that compute
     gradients within a forward."""
-    places: set[str] = set()
+    said: set[str] = set()
 
     def note(func: Any, _: object) -> None:
         if func not in (Tensor.register_hook, torch.autograd.grad, Tensor.backward):
             return
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(1)
         while frame.f_globals.get("__name__", "").startswith(_CALLED_THROUGH):
             frame = frame.f_back
         place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-        if not _is_library(frame.f_globals.get("__name__")) and place not in places:
-            places.add(place)
-            is_hook = func is Tensor.register_hook
-            warn(describe_hooks([place]) if is_hook else _INNER_GRADIENTS.format(place))
+        text = describe_hooks([place]) if func is Tensor.register_hook else _INNER.format(place)
+        if not _is_library(frame.f_globals.get("__name__")) and text not in said:
+            said.add(text)
+            warn(text)
 
     return FunctionWatch(note)

@@ -265,9 +265,8 @@ class WideForward(TorchDispatchMode):
         kwargs = kwargs or {}
         targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
         written = {memory_of(target) for target in targets} if func._schema.is_mutable else set()
-        if written & self._trained:
-            for store in self._stores:
-                store.reads_weights = True
+        for store in self._stores if written & self._trained else ():
+            store.reads_weights = True
         # What is copied was computed in 16 bits before.
         updated = () if "copy_" in func.__name__ else written & {*self._tensors}
         stepped = {key: self._widened(*self._tensors[key]) for key in updated}

@@ -8,7 +8,6 @@ import io
 import pickle
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -243,7 +242,7 @@ class OwnState:
         """Return the context of the second step, which shows which attributes carry values from
         step to step: what a step replaces without having read it does not."""
         held = {name: _tensors_in(value) for name, value in self._attributes()}
-        unread = {*map(id, chain(*held.values()))}
+        unread = {id(tensor) for tensors in held.values() for tensor in tensors}
         watch = FunctionWatch(lambda _, leaves: unread.difference_update(map(id, leaves)))
         with watch if unread else nullcontext():
             yield

@@ -60,10 +60,10 @@ def hook_on_a_gradient(net):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (function_over_self, r"<lambda> \(test_objects.py, line \d+\) refers to the Net that was"),
-        (replaced_forward, r"line \d+\) refers to the Linear that was given"),
-        (default_of_a_function, r"line \d+\) refers to the Linear that was given"),
-        (hook_over_a_shared_dict, r"line \d+\) refers to the dict that was given"),
+        (function_over_self, r"<lambda> refers to the Net that was"),
+        (replaced_forward, r"refers to the Linear that was given"),
+        (default_of_a_function, r"refers to the Linear that was given"),
+        (hook_over_a_shared_dict, r"refers to the dict that was given"),
         (weak_reference, "ReferenceType refers to the Linear that was given"),
         (cached_method, "Linear.forward refers to the Linear that was given"),
         (hook_on_a_gradient, "a hook on the gradient of inner.weight belongs to the parameter"),
@@ -103,10 +103,3 @@ def test_a_copy_has_parts_and_attributes_of_its_own():
     assert copied.product.args[0] is copied.inner.weight
     copied(torch.ones(1, 4))
     assert len(seen) == 1  # the caller's list
-
-
-def test_a_function_returns_a_module_once():
-    net = Net()
-    assert given(lambda: net) is net
-    with pytest.raises(ConfigError, match="returned one module twice"):
-        given(lambda: net)
