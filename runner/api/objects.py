@@ -33,7 +33,7 @@ _GROUPS = ("model", "data", "optimizer")
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
 """Keys of the data group that fit data given as objects."""
-_CARRIERS = (Callable, CellType, ReferenceType, tuple, list, dict)
+_CARRIERS: Any = (Callable, CellType, ReferenceType, tuple, list, dict)
 """What copy.deepcopy leaves as it is, or may leave so, and leads to further objects."""
 _BY_IDENTITY = (None, object.__hash__, torch.Tensor.__hash__)
 

@@ -67,7 +67,9 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
     for path, module in model.named_modules():
         every = [module._buffers, module._parameters]
         for members in [*every, vars(module)] if with_attributes else every:
-            named = plain_attributes(module) if members is vars(module) else members
+            named: dict[str, Any] = members
+            if members is vars(module):
+                named = plain_attributes(module)
             may_be_none = with_attributes and members is not module._parameters
             for key, value in named.items():
                 is_new = isinstance(value, Tensor) and is_dense(value) and id(value) not in seen
@@ -150,10 +152,10 @@ class SkippedSteps:
             torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
             torch._foreach_add_(tensors, copies)
         for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
-            now = place.tensor
+            now: Any = place.tensor
             if now is before:
                 continue
-            is_alike = copied is not None and self._is_followed(now)
+            is_alike = self._is_followed(now) and self._is_followed(copied)
             if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
                 place.members[place.key] = torch.where(found_inf != 0, copied, now)
             # No kernel chooses between a tensor and None, or between shapes: the host waits. Not

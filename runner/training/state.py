@@ -238,7 +238,7 @@ class TrainState:
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
         if is_compiled or self.precision.update == Nearest.name:
             return None
-        optimizers = [part.optimizer for part in self.optimizers]
+        optimizers: list[Any] = [part.optimizer for part in self.optimizers]
         stores = [o.weight_store for o in optimizers if hasattr(o, "weight_store")]
         return WideForward(model, self.precision.update, stores)
 
