@@ -67,10 +67,9 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
     for path, module in model.named_modules():
         every = [module._buffers, module._parameters]
         for members in [*every, vars(module)] if with_attributes else every:
-            named: dict[str, Any] = members
-            if members is vars(module):
-                named = plain_attributes(module)
+            named = plain_attributes(module) if members is vars(module) else members
             may_be_none = with_attributes and members is not module._parameters
+            value: Any
             for key, value in named.items():
                 is_new = isinstance(value, Tensor) and is_dense(value) and id(value) not in seen
                 is_empty = value is None and may_be_none and key not in _TORCHS
