@@ -69,13 +69,12 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
         for members in [*every, vars(module)] if with_attributes else every:
             named = plain_attributes(module) if members is vars(module) else members
             may_be_none = with_attributes and members is not module._parameters
-            value: Any
             for key, value in named.items():
                 is_new = isinstance(value, Tensor) and is_dense(value) and id(value) not in seen
-                is_empty = value is None and may_be_none and key not in _TORCHS
                 # An activation belongs to its step. Torch counts no change in inference mode.
+                is_new = is_new and value.grad_fn is None
                 is_new = is_new and (with_attributes or not value.is_inference())
-                if is_empty or (is_new and value.grad_fn is None):
+                if is_new or (value is None and may_be_none and key not in _TORCHS):
                     seen.add(id(value))
                     name = f"{path}.{key}".lstrip(".")
                     pattern = name if module._modules else path or name
