@@ -6,13 +6,16 @@ function of this module, which finds the object by its role in the call that is 
 """
 
 import copy
+import gc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from inspect import isclass
 from pathlib import Path
+from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from hydra.core.config_store import ConfigStore
@@ -30,6 +33,9 @@ _GROUPS = ("model", "data", "optimizer")
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
 """Keys of the data group that fit data given as objects."""
+_CARRIERS: Any = (Callable, CellType, ReferenceType, tuple, list, dict)
+"""What copy.deepcopy leaves as it is, or may leave so, and leads to further objects."""
+_BY_IDENTITY = (None, object.__hash__, torch.Tensor.__hash__)
 
 
 def _find(role: str, name: str) -> Any:
@@ -60,23 +66,80 @@ def given_model(name: str) -> nn.Module:
         return built
     # Conversion and training change a model in place, and every run of a comparison starts from
     # the same weights.
-    model = _copy_of("model", name, found, "a function that builds it, as in model=lambda: Net()")
+    given = current_objects().by_role
+    others = [given.get("loss"), given.get("optimizer"), *given.get("callbacks", ())]
+    remedy = "a function that builds it, as in model=lambda: Net()"
+    model = _copy_of("model", name, found, remedy, others)
     # mode=plan builds models without memory.
     is_planned = torch.get_default_device().type == "meta"
     return model.to("meta") if is_planned else model
 
 
-def _copy_of(role: str, name: str, found: Any, remedy: str) -> Any:
-    """Return a copy of an object, which a run may change.
+def _copy_of(role: str, name: str, found: Any, remedy: str, others: Sequence[Any] = ()) -> Any:
+    """Return a copy of an object, which a run may change; for `others` see _shared_part.
 
     Raises:
-        ConfigError: it cannot be copied.
+        ConfigError: it cannot be copied, or a part of its copy would still refer to the object.
     """
+    memo: dict[int, Any] = {}
     try:
-        return copy.deepcopy(found)
+        made = copy.deepcopy(found, memo)
     except Exception as error:  # of whatever type: objects copy themselves as they like
         reason = " ".join(str(error).split())
         raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.") from error
+    reason = _shared_part(memo, others) or _copy_parameter_attributes(found, memo)
+    if reason:
+        raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.")
+    return made
+
+
+def _copy_parameter_attributes(found: Any, memo: dict[int, Any]) -> str:
+    """Copy the attributes of a module's parameters, which torch's copies lack; return a reason
+    where a parameter has hooks, which cannot be copied."""
+    for name, parameter in found.named_parameters() if isinstance(found, nn.Module) else ():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"a hook on the gradient of {name} belongs to the parameter that was given"
+        vars(memo.get(id(parameter), parameter)).update(copy.deepcopy(vars(parameter), memo))
+    return ""
+
+
+def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
+    """Return what in the copies that copy.deepcopy has made refers to an object that was copied,
+    as functions do, which it does not copy; empty without any.
+
+    Args:
+        memo: of copy.deepcopy: copies by the ids of the originals.
+        others: objects that were given beside the copied one, which may refer to it, too.
+    """
+    # The memo keeps the originals alive in one more entry.
+    copies = [made for key, made in memo.items() if key != id(memo)]
+    known = {*map(id, copies)}
+    pending: list[tuple[Any, Any]] = [(None, made) for made in copies]
+    pending += [(other, other) for other in others]
+    while pending:
+        owner, value = pending.pop()
+        for part in _referents(value, memo):
+            is_copied = memo.get(id(part), part) is not part
+            # What is hashed by its value (a device, a path) does not change.
+            if owner is not None and is_copied and type(part).__hash__ in _BY_IDENTITY:
+                word = getattr(owner, "__qualname__", type(owner).__name__)
+                return f"{word} refers to the {type(part).__name__} that was given"
+            if id(part) not in known and isinstance(part, _CARRIERS) and not isclass(part):
+                known.add(id(part))
+                pending.append((part if isinstance(part, FunctionType) else owner or part, part))
+    return ""
+
+
+def _referents(value: Any, memo: Mapping[int, Any]) -> Iterable[Any]:
+    """Return the objects that a value refers to; of the globals of a function those that it names
+    and that were copied, or are methods."""
+    if isinstance(value, ReferenceType):
+        return [value()]
+    if not isinstance(value, FunctionType):
+        return gc.get_referents(value)
+    named = [value.__globals__.get(name) for name in value.__code__.co_names]
+    named = [part for part in named if id(part) in memo or isinstance(part, MethodType)]
+    return [*named, value.__closure__, value.__defaults__, value.__kwdefaults__]
 
 
 def _kind(value: Any) -> str:

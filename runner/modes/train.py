@@ -38,7 +38,7 @@ from runner.modes.training_outputs import (
     set_evaluation_hook,
     wants_model_folders,
 )
-from runner.precision.loss_scale import watch_tensor_hooks
+from runner.precision.loss_scale import watch_gradient_calls
 from runner.precision.weight_updates import Nearest
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
@@ -279,17 +279,17 @@ def _step_contexts(
     spec = run.spec
     first = callbacks.state.step + 1
     numerics = callbacks.numerics
+    state = callbacks.state
+    own_state = state.own_state  # before the first step, which changes the model
+    # What is compiled does not run a mode of torch's.
+    compiles = spec.train.compile
 
     @contextmanager
     def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
-        state = callbacks.state
-        own_state = state.own_state  # before the step, which changes it
-        # What is compiled does not run a mode of torch's.
-        compiles = spec.train.compile
         casts = _UNMEASURED if compiles else watched_casts(run, state.plain_model)
         scaled = state.scale.value is not None and not compiles
-        hooks = watch_tensor_hooks(run.say) if scaled else _UNMEASURED
+        hooks = watch_gradient_calls(run.say) if scaled else _UNMEASURED
         with run.signals.interruptible(), proof.probe, proof.watch(), hooks, casts, measured:
             yield
         # The step shows what has a gradient, and what a model returns in training mode alone.
@@ -299,18 +299,24 @@ def _step_contexts(
                 "loss; val/loss is without it"
             )
         state.end_first_step()
-        wide = state.wide_forward
-        covered = wide.kept if wide else ()
+        callbacks.name_untrained()
+        proof.describe()
+
+    @contextmanager
+    def around_second(measured: AbstractContextManager[object]) -> Iterator[None]:
+        with _UNMEASURED if compiles else own_state.watched_reads(), measured:
+            yield
         has_rule = run.precision.update != Nearest.name
         remedy = "" if has_rule or compiles else run.precision.update_remedy
-        warning = own_state.narrow_warning(remedy, covered)
+        warning = own_state.narrow_warning(remedy, state.end_second_step())
         if warning:
             run.say(warning)
-        proof.describe()
+
+    contexts = {first: around_first, first + 1: around_second}
 
     def around(step: int) -> AbstractContextManager[object]:
         callbacks.progress.begin_step(step)
         measured = numerics.around_step(step) if numerics else _UNMEASURED
-        return around_first(measured) if step == first else measured
+        return contexts[step](measured) if step in contexts else measured
 
     return around

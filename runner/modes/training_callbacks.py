@@ -33,7 +33,7 @@ from runner.training.callbacks.progress import progress
 from runner.training.callbacks.summary import RunSummary
 from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.loop import is_evaluation_step, total_steps
-from runner.training.records import Record, StepRecord
+from runner.training.records import EvalRecord, Record, StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.task import has_plain_loss_alone
@@ -82,6 +82,7 @@ class TrainingCallbacks:
         self._loader = loader
         # The first may be after the first step, when nothing has changed between steps.
         self._attribute_checks_left = 2
+        self._untrained: list[str] = []
         self.planned_steps = total_steps(spec.train, loader)
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
@@ -120,6 +121,21 @@ class TrainingCallbacks:
     def dispatch(self, record: Record) -> None:
         """Pass a record to every callback, in order."""
         dispatch(self.callbacks, record, self.handle)
+        if isinstance(record, EvalRecord):
+            self.name_untrained()
+
+    def name_untrained(self) -> None:
+        """Warn of parameters with a gradient that no optimizer updates, where they are others than
+        before."""
+        trained = {id(p) for p in self.state.trainable_parameters}
+        named = self.state.plain_model.named_parameters()
+        names = [name for name, p in named if p.grad is not None and id(p) not in trained]
+        if names and names != self._untrained:
+            self.run.say(
+                f"warning: {first_names(names)}: no optimizer trains what has gradients here. Have "
+                "the model's constructor make and unfreeze all parameters that are to train."
+            )
+        self._untrained = names
 
     def should_stop(self) -> bool:
         """Return whether a callback ends the training; all processes must ask after each record.
@@ -221,7 +237,8 @@ class TrainingCallbacks:
                 self._attribute_checks_left = 0
                 self.run.say(
                     f"warning: {first_names(names, 6)}: no checkpoint holds what the model changes "
-                    "in attributes. Have it register_buffer them, or return get_extra_state()."
+                    "in attributes. Have it register_buffer them, or return get_extra_state(); an "
+                    "optimizer keeps them in its state or param_groups."
                 )
         # Metrics of an earlier step would be taken for those of the weights in the file.
         is_evaluated = self.summary.last_evaluation_step == self.state.step

@@ -11,8 +11,7 @@ Source: PyTorch AMP; Micikevicius et al., Mixed Precision Training, arXiv:1710.0
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from runner.precision.gradients import any_found_inf
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
+from runner.utils.module_tape import FunctionWatch
 
 
 class LossScale:
@@ -238,6 +238,17 @@ class HostFlag:
         return bool(self._value.numpy()[()] != 0.0)
 
 
+# Other contexts of the runner hear of a call, too.
+_CALLED_THROUGH = (
+    *("torch.overrides", "torch._tensor", "torch.autograd", "torch._functorch"),
+    *("runner.precision.", "runner.diagnostics.", "runner.utils."),
+)
+_INNER = (
+    "gradients within the forward ({}) lack the loss scale: float16 rounds those below 6e-8 to 0. "
+    "Multiply what they are taken of by a factor, and divide them; or type precision=bf16-mixed."
+)
+
+
 def describe_hooks(places: Sequence[str]) -> str:
     """Return a text about hooks on gradients at these places in code or model; empty without."""
     if not places:
@@ -264,23 +275,22 @@ def _is_library(module: object) -> bool:
     return str(module).startswith(("torch.", "runner."))
 
 
-@contextmanager
-def watch_tensor_hooks(warn: Callable[[str], None]) -> Iterator[None]:
-    """Return a context in which hooks that a forward registers on activations are warned of, each
-    line of code once, before the backward calls them."""
-    register_hook = Tensor.register_hook
-    places: set[str] = set()
+def watch_gradient_calls(warn: Callable[[str], None]) -> FunctionWatch:
+    """Return a context in which the lines of code that the loss scale disturbs are warned of, each
+    once, before the backward: those that register hooks on activations, and those that compute
+    gradients within a forward."""
+    said: set[str] = set()
 
-    def register(tensor: Tensor, hook: Any) -> Any:
-        code = sys._getframe(1)
-        place = f"{Path(code.f_code.co_filename).name}, line {code.f_lineno}"
-        if not _is_library(code.f_globals.get("__name__")) and place not in places:
-            places.add(place)
-            warn(describe_hooks([place]))
-        return register_hook(tensor, hook)
+    def note(func: Any, _: object) -> None:
+        if func not in (Tensor.register_hook, torch.autograd.grad, Tensor.backward):
+            return
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__", "").startswith(_CALLED_THROUGH):
+            frame = frame.f_back
+        place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+        text = describe_hooks([place]) if func is Tensor.register_hook else _INNER.format(place)
+        if not _is_library(frame.f_globals.get("__name__")) and text not in said:
+            said.add(text)
+            warn(text)
 
-    Tensor.register_hook = register  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    return FunctionWatch(note)

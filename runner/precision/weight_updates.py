@@ -62,11 +62,13 @@ class WeightStore(ABC):
         name: of the rule.
         state_key: of what is kept beside a weight, in the optimizer's state; empty for nothing.
         keeps_wide_state: the optimizer's state is in float32; else in the weights' dtype.
+        reads_weights: forwards write the stored weights, which count then, and not what is kept.
     """
 
     name: ClassVar[str]
     state_key: ClassVar[str] = ""
     keeps_wide_state: ClassVar[bool] = False
+    reads_weights: bool = False
 
     def new_state(self, weight: Tensor) -> Tensor | None:
         """Return what is kept beside a weight before its first step; None for nothing."""
@@ -103,6 +105,8 @@ class MasterWeights(WeightStore):
         return weight.float()
 
     def widen(self, weights: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        for weight, copy in zip(weights, kept, strict=True) if self.reads_weights else ():
+            copy.copy_(torch.where(copy.to(weight.dtype) == weight, copy, weight))
         return [*kept]
 
 
@@ -218,15 +222,18 @@ class WideForward(TorchDispatchMode):
     Args:
         model: its 16-bit buffers and frozen weights are those tensors.
         rule: one of UPDATE_RULES but nearest.
+        stores: of the optimizers, which are told where a forward writes weights that train.
 
     Attributes:
         kept: what the rule keeps beside each tensor that was written, by name; empty tensors for
             stochastic rounding.
     """
 
-    def __init__(self, model: nn.Module, rule: str) -> None:
+    def __init__(self, model: nn.Module, rule: str, stores: Iterable[WeightStore] = ()) -> None:
         super().__init__()
         self._tensors: dict[int, tuple[str, Tensor, WeightStore]] = {}
+        self._trained = {memory_of(p) for p in model.parameters() if p.requires_grad}
+        self._stores = [*stores]
         self._generators: dict[torch.device, torch.Generator] = {}
         named = [*model.named_buffers(), *model.named_parameters()]
         counts = Counter(memory_of(tensor) for _, tensor in named)
@@ -257,10 +264,12 @@ class WideForward(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        written = {memory_of(target) for target in targets} if func._schema.is_mutable else set()
+        for store in self._stores if written & self._trained else ():
+            store.reads_weights = True
         # What is copied was computed in 16 bits before.
-        is_update = func._schema.is_mutable and "copy_" not in func.__name__
-        written = {memory_of(target) for target in targets} if is_update else set()
-        stepped = {key: self._widened(*self._tensors[key]) for key in written & {*self._tensors}}
+        updated = () if "copy_" in func.__name__ else written & {*self._tensors}
+        stepped = {key: self._widened(*self._tensors[key]) for key in updated}
         if not stepped:
             return func(*args, **kwargs)
 

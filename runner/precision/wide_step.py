@@ -88,7 +88,7 @@ def drop_foreign_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[
     Returns:
         The state, and the keys that were dropped.
     """
-    foreign = KEPT_KEYS - {getattr(optimizer, "kept_key", "")}
+    foreign = KEPT_KEYS - {getattr(optimizer, "weight_store", WeightStore).state_key}
     dropped = {key for values in saved["state"].values() for key in values if key in foreign}
     if not dropped:
         return saved, dropped
@@ -157,7 +157,7 @@ class _WideStep:
         is_wide = state_dtype is not None or store.keeps_wide_state
         was_wide = getattr(optimizer, "wide_state", False)
         optimizer.wide_state = was_wide or is_wide  # type: ignore[attr-defined]
-        optimizer.kept_key = store.state_key  # type: ignore[attr-defined]
+        optimizer.weight_store = store  # type: ignore[attr-defined]
         optimizer.kept_dtype = self._dtype_of_state  # type: ignore[attr-defined]
         optimizer.register_load_state_dict_pre_hook(self._note_loaded)
         optimizer.register_load_state_dict_post_hook(self._restore_dtypes)

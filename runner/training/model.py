@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
@@ -108,6 +109,10 @@ def build_model(
     """
     # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
     model = _construct(spec, precision, device, made_on)
+    for module in model.modules():
+        # torch leaves the copies trainable, and nothing computes a gradient of an average.
+        if isinstance(module, AveragedModel):
+            module.requires_grad_(False)
     # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
     loads_packed = restore_exactly
     if start is not None and not restore_exactly:
@@ -312,13 +317,13 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
         ConfigError: names, shapes or packing differ.
     """
     try:
-        model.load_state_dict(_unpacked_weights(model, saved), strict=True)
+        # First, for a forward may have made a buffer, or given it another shape.
         for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
             path, _, key = name.rpartition(".")
             before: Tensor | None = model.get_buffer(name)
             like = value if before is None else cast_tensor(value, before.dtype).to(before.device)
-            # Not copied into it: a forward may have given it another shape.
             model.get_submodule(path)._buffers[key] = like.clone()
+        model.load_state_dict(_unpacked_weights(model, saved), strict=True)
     except (RuntimeError, ValueError, AttributeError) as error:
         # torch lists each name below a first line that says nothing about this model.
         lines = str(error).splitlines()

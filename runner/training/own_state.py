@@ -7,23 +7,33 @@ must hold it, and 16 bits round small changes of it away.
 import io
 import pickle
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from runner.precision.loss_scale import HostFlag
 from runner.utils.formatting import first_names
+from runner.utils.module_tape import FunctionWatch
 from runner.utils.reproducibility import is_dense, own_tensors, plain_attributes
 from runner.utils.tensors import dtype_name
 
 OWN_BUFFERS_KEY = "own_buffers"
-"""Of a checkpoint's content: the buffers outside of the state dict that the model has changed."""
+"""Of a checkpoint's content: the buffers that the model has changed outside of the state dict, or
+made, or given another shape."""
 
 OWN_UPDATES_KEY = "own_updates"
 """Of a checkpoint's content: what precision.update keeps beside tensors that the model changes."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNCOUNTED = ("running_mean", "running_var")  # torch's kernels of batch norm raise no version
+_TORCHS = frozenset({*vars(nn.Module()), "state", "param_groups", "defaults"})
+"""Attributes of torch's own, of modules and of optimizers."""
+
+
+_LIBRARIES = ("torch.", "torchao.", "bitsandbytes.", "runner.")
 
 
 class _Place(NamedTuple):
@@ -49,7 +59,8 @@ class _Place(NamedTuple):
 
 
 def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) -> list[_Place]:
-    """Return the places of tensors of a model, and of those that attributes hold."""
+    """Return the places of tensors of a model, and of those that attributes hold; with attributes
+    those that hold None, too."""
     places = []
     wanted = {id(tensor) for tensor in tensors}
     seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())} - wanted
@@ -57,10 +68,13 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
         every = [module._buffers, module._parameters]
         for members in [*every, vars(module)] if with_attributes else every:
             named = plain_attributes(module) if members is vars(module) else members
+            may_be_none = with_attributes and members is not module._parameters
             for key, value in named.items():
                 is_new = isinstance(value, Tensor) and is_dense(value) and id(value) not in seen
-                # An activation belongs to its step.
-                if is_new and value.grad_fn is None and not value.is_inference():
+                # An activation belongs to its step. Torch counts no change in inference mode.
+                is_new = is_new and value.grad_fn is None
+                is_new = is_new and (with_attributes or not value.is_inference())
+                if is_new or (value is None and may_be_none and key not in _TORCHS):
                     seen.add(id(value))
                     name = f"{path}.{key}".lstrip(".")
                     pattern = name if module._modules else path or name
@@ -87,12 +101,25 @@ class SkippedSteps:
         self.found_inf: Tensor | None = None
         self._trusts_versions = trusts_versions
         self._device = next(model.parameters()).device
-        places = _places(model, own_tensors(model), True)
-        self._places = [place for place in places if self._is_followed(place.tensor)]
-        self._before: list[Tensor] = [place.tensor for place in self._places]
-        self._copies = [tensor.detach().clone() for tensor in self._before]
-        self._copied_bits = [_as_bits(tensor) for tensor in self._copies]
-        self._versions = [tensor._version for tensor in self._before]
+        self._places = []
+        for place in _places(model, own_tensors(model), True):
+            # After the first step no attributes: there may be many, which stay None.
+            is_none = place.tensor is None and not (trusts_versions and "_buffers" in place.members)
+            if is_none or self._is_followed(place.tensor):
+                self._places.append(place)
+        self._before: list[Any] = [None for _ in self._places]
+        self._copies: list[Any] = [*self._before]
+        self._copied_bits: list[Any] = [*self._before]
+        for i, place in enumerate(self._places):
+            self._copy(i, place.tensor)
+        self._versions = [getattr(before, "_version", 0) for before in self._before]
+
+    def _copy(self, i: int, now: Tensor | None) -> None:
+        copied = None if now is None else now.detach().clone()
+        self._copies[i] = copied
+        self._copied_bits[i] = None if copied is None else _as_bits(copied)
+        # Torch counts no change in inference mode: such a tensor is taken for another one.
+        self._before[i] = copied if now is not None and now.is_inference() else now
 
     def _is_followed(self, tensor: Any) -> bool:
         # The flag is on the model's device; to read it elsewhere would wait.
@@ -105,11 +132,9 @@ class SkippedSteps:
             torch._foreach_copy_(copies, tensors)
         for i, place in enumerate(self._places):
             now = place.tensor
-            if now is not self._before[i] and self._is_followed(now):
-                self._before[i] = now
-                self._copies[i] = now.detach().clone()
-                self._copied_bits[i] = _as_bits(self._copies[i])
-            self._versions[i] = self._before[i]._version
+            if now is not self._before[i] and (now is None or self._is_followed(now)):
+                self._copy(i, now)
+            self._versions[i] = getattr(self._before[i], "_version", 0)
 
     @torch.no_grad()
     def end(self, found_inf: Tensor) -> None:
@@ -125,11 +150,16 @@ class SkippedSteps:
             torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
             torch._foreach_add_(tensors, copies)
         for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
-            now = place.tensor
-            if now is before or not self._is_followed(now):
+            now: Any = place.tensor
+            if now is before:
                 continue
-            if (now.shape, now.dtype) == (before.shape, before.dtype):
+            is_alike = self._is_followed(now) and self._is_followed(copied)
+            if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
                 place.members[place.key] = torch.where(found_inf != 0, copied, now)
+            # No kernel chooses between a tensor and None, or between shapes: the host waits. Not
+            # for an activation, or for what is neither.
+            elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
+                place.members[place.key] = copied
 
     def _written(self) -> Collection[tuple[list[Tensor], list[Tensor]]]:
         """Return copies and tensors, by dtype and as whole numbers, of the places where the model
@@ -137,7 +167,7 @@ class SkippedSteps:
         groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for i, place in enumerate(self._places):
             tensor = place.tensor
-            if tensor is not self._before[i]:
+            if tensor is None or tensor is not self._before[i]:
                 continue
             is_written = place.key in _UNCOUNTED or tensor._version != self._versions[i]
             if is_written or not self._trusts_versions:
@@ -164,45 +194,72 @@ class OwnState:
     Args:
         model: of the run, before its first step.
         world_size: processes of the run.
+        optimizers: ScheduledOptimizers of the run; of those of libraries no attribute is looked at.
 
     Attributes:
-        restored: names of the buffers outside of the state dict that a checkpoint has set.
+        restored: names of the buffers that a checkpoint has set, beside the state dict.
     """
 
-    def __init__(self, model: nn.Module, world_size: int = 1) -> None:
+    def __init__(self, model: nn.Module, world_size: int = 1, optimizers: Any = ()) -> None:
         self._model = model
-        frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter]
-        narrow = [p for p in frozen if p.itemsize == 2]
-        self._places = _places(model, [*own_tensors(model), *narrow], False)
-        self._tensors = [place.tensor for place in self._places]
-        self._versions = [tensor._version for tensor in self._tensors]
-        self._digests = [_digest(tensor) for tensor in self._tensors]
+        every = [scheduled.optimizer for scheduled in optimizers]
+        self._optimizers = [o for o in every if not type(o).__module__.startswith(_LIBRARIES)]
+        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+        narrow = [p for p in plain if p.itemsize == 2 and not p.requires_grad]
+        # Of each place the tensor before the first step, its version and its digest.
+        self._starts: list[tuple[_Place, Tensor, int, bytes]] = []
+        for place in _places(model, [*own_tensors(model), *narrow], False):
+            tensor = place.tensor
+            self._starts.append((place, tensor, tensor._version, _digest(tensor)))
         # DDP writes every buffer in each forward, changed or not.
         self._counts_writes = world_size == 1
-        self._unsaved = {name: _digest(buffer) for name, buffer in _unsaved_buffers(model)}
-        self._at_start = dict(_attributes(model))
+        self._buffer_marks = {name: mark for name, _, mark in _marked_buffers(model)}
+        self._at_start = {name: _digest(value) for name, value in self._attributes()}
         self._after_first: dict[str, bytes] = {}
-        self._changed: set[int] = set()  # indices of places, in the first step
+        # What the model wrote in the first step, with the dtype before it.
+        self._written: list[tuple[_Place, torch.dtype]] = []
+        # Attributes whose tensors the second step read (True), or replaced without reading them.
+        self._reads: dict[str, bool] = {}
         self.restored: set[str] = set()
 
     def end_first_step(self) -> bool:
         """Note what the first step has made; return whether torch has counted all changes of
         tensors in it."""
-        self._after_first = dict(_attributes(self._model))
-        digests = [_digest(place.tensor) for place in self._places]
-        self._changed = {i for i, digest in enumerate(digests) if digest != self._digests[i]}
-        return all(self._is_written(i) or self._places[i].key in _UNCOUNTED for i in self._changed)
+        self._after_first = {name: _digest(value) for name, value in self._attributes()}
+        counts_all = True
+        for place, before, version, digest in self._starts:
+            now = place.tensor
+            is_changed = _digest(now) != digest
+            is_written = now is not before or now._version != version
+            counts_all &= is_written or not is_changed or place.key in _UNCOUNTED
+            # What is rounded away leaves no other trace than the write.
+            if is_changed or (is_written and self._counts_writes):
+                self._written.append((place, before.dtype))
+        return counts_all
 
-    def _is_written(self, i: int) -> bool:
-        tensor = self._places[i].tensor
-        return tensor is not self._tensors[i] or tensor._version != self._versions[i]
+    @contextmanager
+    def watched_reads(self) -> Iterator[None]:
+        """Return the context of the second step, which shows which attributes carry values from
+        step to step: what a step replaces without having read it does not."""
+        held = {name: _tensors_in(value) for name, value in self._attributes()}
+        unread = {id(tensor) for tensors in held.values() for tensor in tensors}
+        watch = FunctionWatch(lambda _, leaves: unread.difference_update(map(id, leaves)))
+        with watch if unread else nullcontext():
+            yield
+        for name, value in self._attributes():
+            before = held.get(name, [])
+            read = [tensor for tensor in before if id(tensor) not in unread]
+            if any(tensor.grad_fn is not None for tensor in read):
+                self._reads[name] = True
+            elif before and not read and not {*map(id, before)} & {*map(id, _tensors_in(value))}:
+                self._reads[name] = False
 
     def changed_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers outside of the state dict that have changed, by name; not copied."""
+        """Return the buffers that OWN_BUFFERS_KEY holds, by name; not copied."""
         return {
             name: buffer
-            for name, buffer in _unsaved_buffers(self._model)
-            if name in self.restored or _digest(buffer) != self._unsaved.get(name)
+            for name, buffer, mark in _marked_buffers(self._model)
+            if name in self.restored or mark != self._buffer_marks.get(name)
         }
 
     def narrow_warning(self, update: str, covered: Collection[str]) -> str:
@@ -214,12 +271,9 @@ class OwnState:
             covered: names of the tensors whose changes are computed in float32.
         """
         patterns: dict[str, str] = {}
-        for i, place in enumerate(self._places):
-            dtype = self._tensors[i].dtype
-            # What is rounded away leaves no other trace than the write.
-            is_written = i in self._changed or (self._counts_writes and self._is_written(i))
+        for place, dtype in self._written:
             is_narrow = dtype.itemsize == 2 and dtype.is_floating_point
-            if is_narrow and is_written and place.name not in covered:
+            if is_narrow and place.name not in covered:
                 patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern
         if not patterns:
             return ""
@@ -234,39 +288,57 @@ class OwnState:
     def unsaved_attributes(self) -> list[str]:
         """Return the attributes that change between steps and that no checkpoint holds."""
         saved = [*self._model.state_dict().keys()]
-        extra = set[bytes]()
+        states: list[Any] = []
         for module in self._model.modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                state = module.get_extra_state()
-                extra |= {_digest(v) for v in (state.values() if isinstance(state, dict) else [])}
+                states.append(module.get_extra_state())
+        for optimizer in self._optimizers:
+            own = optimizer.state_dict()
+            states += [own[key] for key in own.keys() - _TORCHS]
+        extra = _leaf_digests(states)
         names = []
-        for name, digest in _attributes(self._model):
+        for name, value in self._attributes():
+            digest = _digest(value)
             # What a first step makes, such as a table of positions, the next run makes again,
             # unless a flag says that it is made.
             before = self._at_start.get(name)
             if before not in (_digest(False), _digest(True)):
                 before = self._after_first.get(name, digest)
-            if digest != before and name not in saved and digest not in extra:
+            is_changed = self._reads.get(name, digest != before)
+            if is_changed and name not in saved and not _leaf_digests(value) <= extra:
                 names.append(name)
         return names
 
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and value of each attribute of modules and optimizers, torch's own left
+        out."""
+        owners: list[tuple[str, Any]] = [*self._model.named_modules()]
+        owners += [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers]
+        for path, owner in owners:
+            for key, value in plain_attributes(owner).items():
+                if key not in _TORCHS:
+                    yield f"{path}.{key}".lstrip("."), value
 
-def _unsaved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each buffer outside of the state dict."""
+
+def _marked_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
+    """Yield the name and the tensor of each buffer, and what shows that a model must be given it
+    before it can load a state dict: its values outside of the state dict, else its shape."""
     for path, module in model.named_modules():
-        for key in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers[key]
+        for key, buffer in module._buffers.items():
             if buffer is not None:
-                yield f"{path}.{key}".lstrip("."), buffer
+                is_saved = key not in module._non_persistent_buffers_set
+                mark = buffer.shape if is_saved else _digest(buffer)
+                yield f"{path}.{key}".lstrip("."), buffer, mark
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and digest of each attribute of a model's modules, torch's own left out."""
-    torchs = vars(nn.Module()).keys()
-    for path, module in model.named_modules():
-        for key, value in plain_attributes(module).items():
-            if key not in torchs:
-                yield f"{path}.{key}".lstrip("."), _digest(value)
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an attribute and of containers in it, but no parameters."""
+    return [v for v in tree_leaves(value) if isinstance(v, Tensor) and type(v) is not nn.Parameter]
+
+
+def _leaf_digests(value: Any) -> set[bytes]:
+    """Return the digests of the members of containers, however these are nested."""
+    return {_digest(v.detach() if isinstance(v, Tensor) else v) for v in tree_leaves(value)}
 
 
 class _Pickler(pickle.Pickler):

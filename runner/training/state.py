@@ -224,7 +224,7 @@ class TrainState:
     @cached_property
     def own_state(self) -> OwnState:
         """Return what the model changes by itself, from the first use on."""
-        return OwnState(self.plain_model, self.strategy.rank.world_size)
+        return OwnState(self.plain_model, self.strategy.rank.world_size, self.optimizers)
 
     @cached_property
     def skipped_steps(self) -> SkippedSteps | None:
@@ -238,17 +238,24 @@ class TrainState:
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
         if is_compiled or self.precision.update == Nearest.name:
             return None
-        return WideForward(model, self.precision.update)
+        optimizers: list[Any] = [part.optimizer for part in self.optimizers]
+        stores = [o.weight_store for o in optimizers if hasattr(o, "weight_store")]
+        return WideForward(model, self.precision.update, stores)
 
     def end_first_step(self) -> None:
         """Note what the model changes by itself in a step; own_state was used before it."""
-        if self.wide_forward is not None and not self.wide_forward.kept:
-            self.wide_forward = None
         counts_all = self.own_state.end_first_step()
         if self.skipped_steps is not None:
             # A skipped step has left no change to compare.
             trusts_versions = counts_all and not self.skipped_steps.found_inf
             self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions)
+
+    def end_second_step(self) -> Collection[str]:
+        """Return the names of the tensors that the model writes by precision.update; without any,
+        follow its writes no longer. In the first step a moving average may be a copy."""
+        kept = self.wide_forward.kept if self.wide_forward else {}
+        self.wide_forward = self.wide_forward if kept else None
+        return kept
 
     @cached_property
     def takes_closure(self) -> bool:

@@ -176,15 +176,17 @@ def compute_gradients(
     Returns:
         That mean, and those of the task's further values by name; detached.
     """
-    # One micro-batch in one process needs no weights: its loss is the mean already. This common
-    # case skips the kernels that count labels.
-    if len(micros) == state.strategy.rank.world_size == 1:
-        loss, terms = _loss_and_terms(state, *micros[0])
-        note_names(state, terms)
-        backpropagate(state, state.scale.multiply(loss))
-        loss = loss.detach()
-    else:
-        loss, terms = _accumulate(state, micros, sizes)
+    # The optimizers step outside of it: what they write is no write of a forward.
+    with state.wide_forward or _PLAIN:
+        # One micro-batch in one process needs no weights: its loss is the mean already. This common
+        # case skips the kernels that count labels.
+        if len(micros) == state.strategy.rank.world_size == 1:
+            loss, terms = _loss_and_terms(state, *micros[0])
+            note_names(state, terms)
+            backpropagate(state, state.scale.multiply(loss))
+            loss = loss.detach()
+        else:
+            loss, terms = _accumulate(state, micros, sizes)
     finish_gradients([*state.sparse_gradient_parameters, *state.complex_parameters])
     return loss, terms
 
@@ -204,8 +206,7 @@ def train_step(
     take_step = _closure_step if state.takes_closure else _plain_step
     if state.wide_forward is not None:
         state.wide_forward.seed(state.seed, state.step)
-    with state.wide_forward or _PLAIN:
-        values, terms = take_step(state, micros, sizes)
+    values, terms = take_step(state, micros, sizes)
     measured = measure_step(state)  # before the gradients are dropped
     for name, value in terms.items():
         measured[f"{TERM_PREFIX}{name}"] = value

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 ROOT = "(model)"
 """Name of the model itself, whose dotted name is empty."""
@@ -92,3 +94,20 @@ class ModuleTape(ExitStack):
                 attributes[key] = earlier
 
         self.callback(restore)
+
+
+class FunctionWatch(TorchFunctionMode):
+    """A context in which another function hears of each call of torch's functions before it is
+    made.
+
+    Args:
+        note: takes torch's function, and the leaves of its arguments.
+    """
+
+    def __init__(self, note: Callable[[Any, list[Any]], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note(func, tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))

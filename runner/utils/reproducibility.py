@@ -210,9 +210,9 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
 def saved_forward_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Return a context at whose end what a forward and a backward of a model change is restored.
 
-    That is the random generators, the tensors of `own_tensors`, and of each module its mode and
-    its attributes, with what lists, dicts, sets, deques and dataclasses among them hold. Attributes
-    of other objects stay as they are.
+    That is the random generators, the tensors of `own_tensors`, and of each module which parameters
+    it has, its mode and its attributes, with what lists, dicts, sets, deques and dataclasses among
+    them hold. Attributes of other objects stay as they are.
 
     Args:
         model: its other weights are neither saved nor restored.
@@ -226,8 +226,9 @@ def saved_forward_state(model: nn.Module, device: torch.device) -> Iterator[None
         for tensor in own:
             _save_members(tensor, stack, seen)
         for module in model.modules():
-            # A forward may also put another tensor in the place of a buffer.
+            # A forward may also put another tensor in the place of a buffer, or make a parameter.
             _save_members(module._buffers, stack, seen)
+            _save_members(module._parameters, stack, seen)
             attributes = plain_attributes(module)
             for value in attributes.values():
                 _save_members(value, stack, seen)

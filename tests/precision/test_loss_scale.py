@@ -11,6 +11,7 @@ from runner.precision.loss_scale import (
     NoLossScale,
     check_loss_scale,
     gradient_hooks,
+    watch_gradient_calls,
 )
 from runner.utils.errors import ConfigError
 
@@ -319,3 +320,21 @@ def test_modules_and_parameters_with_hooks_on_gradients_are_named():
     model[1].weight.register_post_accumulate_grad_hook(lambda p: None)
     model[2].register_full_backward_hook(lambda module, given, grad: None)
     assert gradient_hooks(model) == ["2", "0.weight", "1.weight"]
+
+
+def test_gradients_within_a_forward_are_named_by_their_line():
+    from torch.autograd import grad
+    from torch.autograd.functional import jacobian
+
+    lines = []
+    x = torch.ones(3, requires_grad=True)
+    with watch_gradient_calls(lines.append):
+        for _ in range(2):
+            grad(x.square().sum(), x)
+        jacobian(torch.sin, x)
+        x.square().sum().backward()
+        x.sin().register_hook(lambda g: g)
+    assert len(lines) == 4
+    assert all("(test_loss_scale.py, line " in line for line in lines[:3])
+    assert "lack the loss scale" in lines[0]
+    assert "hooks see gradients" in lines[3]

@@ -1,6 +1,7 @@
 """What a model changes by itself: skipped steps leave no trace, checkpoints hold it or say so."""
 
 import copy
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,6 +98,147 @@ def test_a_checkpoint_holds_the_buffers_that_change_and_names_the_attributes():
     assert state.own_state.unsaved_attributes() == ["hidden", "count", "memory", "is_begun"]
 
 
+class Makes(nn.Module):
+    """Makes what was None, changes a shape, empties, or works in inference mode."""
+
+    def __init__(self, kind, place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.kind = nn.Linear(3, 2), kind
+        start = None if kind == "none" else torch.zeros(1, 2)
+        if place == "buffer":
+            self.register_buffer("held", start)
+        else:
+            self.held = start
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.inference_mode(self.kind == "inference"), torch.no_grad():
+            new = y.clone().mean(0, keepdim=True)
+            if self.kind == "grows":
+                self.held = torch.cat([self.held, new])
+            elif self.kind == "empties":
+                self.held = None if self.held is not None else new
+            else:
+                self.held = new if self.held is None else 0.5 * self.held + new
+        return y
+
+
+@pytest.mark.parametrize("order", [("bad", 1, 2), (1, "bad", 2)])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *((kind, "attribute") for kind in ("none", "grows", "inference")),
+        *((kind, "buffer") for kind in ("none", "grows", "inference", "empties")),
+    ],
+)
+def test_a_skipped_step_undoes_what_was_made_or_changed_its_shape(kind, place, order):
+    held = []
+    for batches in (order, [seed for seed in order if seed != "bad"]):
+        state = make_state(Makes(kind, place), "16-mixed", loss_scale={"fixed": 1024.0})
+        for i, seed in enumerate(batches):
+            assert not state.own_state.restored  # seen before the first step
+            inputs, targets = regression_batch(4, 7 if seed == "bad" else seed)
+            train_step(state, [(inputs * (1e30 if seed == "bad" else 1), targets)])
+            if i == 0:
+                state.end_first_step()
+        held.append(state.model.held)
+    assert (held[0] is None) == (held[1] is None)
+    assert held[0] is None or torch.equal(*held)
+
+
+class Carries(nn.Module):
+    """Keeps a hidden state with its graph, a loss to look at, a table and weights that are derived,
+    and saves one of two further states in another structure."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.linear = nn.utils.weight_norm(nn.Linear(3, 2))
+        self.hidden, self.loss, self.table = None, None, torch.arange(3)
+        self.saved, self.slow = {}, {}
+
+    def forward(self, x):
+        y = self.linear(x)
+        for kept, factor in ((self.saved, 1), (self.slow, 2)):
+            before = kept.get(self.training, (0.0,))[0]
+            kept[self.training] = (before + factor * y.detach().mean(),)
+        if self.hidden is not None:
+            y = y + 0.1 * self.hidden.detach() + 0 * self.table.sum()
+        self.hidden, self.loss = y.mean(), y.sum()
+        return y
+
+    def get_extra_state(self):
+        return {"saved": {str(key): [*value] for key, value in self.saved.items()}}
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights in an attribute, and saves a count in its state dict."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.slow, self.count = None, 0.5
+
+    def step(self, closure=None):
+        every = [p.detach() for group in self.param_groups for p in group["params"]]
+        self.slow = self.slow or [torch.zeros_like(p) for p in every]
+        torch._foreach_lerp_(self.slow, every, 0.5)
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+
+def test_attributes_are_named_that_carry_values_from_step_to_step_and_are_not_saved():
+    state = make_state(Carries(), "32-true", optimizer=Lookahead)
+    own_state = state.own_state
+    train_step(state, [regression_batch(4)])
+    state.end_first_step()
+    with own_state.watched_reads():
+        train_step(state, [regression_batch(4)])
+    with torch.no_grad():  # an evaluation derives plain weights
+        state.model(regression_batch(4)[0])
+    assert own_state.unsaved_attributes() == ["hidden", "slow", "Lookahead.slow"]
+
+
+class Clamps(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.write = nn.Linear(3, 2), write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.linear.weight)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.clamp_(-0.1, 0.1),
+        lambda weight: weight.data.clamp_(-0.1, 0.1),
+        lambda weight: weight.copy_(weight.clamp(-0.1, 0.1)),
+    ],
+)
+@pytest.mark.parametrize("name", ["bf16-true", "16-true"])
+def test_weights_that_a_forward_writes_stay_so_beside_their_float32_copies(name, write):
+    moved = []
+    for rule in ("master_weights", "kahan"):
+        state = make_state(Clamps(write), name, update=rule)
+        for step in range(12):
+            train_step(state, [regression_batch(4, step)])
+            if step == 0:
+                state.end_first_step()
+        moved.append(state.model.linear.weight.detach().float())
+    # An update of the last step is on top.
+    assert torch.allclose(*moved, atol=2e-3)
+    assert float(moved[0].abs().max()) < 0.3
+
+
 class Followed(nn.Module):
     """A teacher that follows by a moving average, a counter, and a mean that is copied into."""
 
@@ -160,6 +302,18 @@ def test_saved_buffers_are_loaded_or_do_not_fit():
     content[OWN_BUFFERS_KEY] = {"gone": saved.queue}
     with pytest.raises(ConfigError, match="does not fit the model"):
         load_weights(loaded, LoadedCheckpoint(Path("a.pt"), content))
+
+
+@pytest.mark.parametrize("kind", ["none", "grows"])
+def test_a_checkpoint_is_loaded_whose_buffer_a_forward_has_made_or_given_another_shape(kind):
+    state = make_state(Makes(kind, "buffer"), "32-true")
+    assert not state.own_state.restored
+    train_step(state, [regression_batch(4)])
+    held, model = state.own_state.changed_buffers(), Makes(kind, "buffer")
+    assert {*held} == {"held"}
+    content = {"model": state.model.state_dict(), "layout": "", "spec": {}, OWN_BUFFERS_KEY: held}
+    load_weights(model, LoadedCheckpoint(Path("a.pt"), content))
+    assert torch.equal(model.held, state.model.held)
 
 
 class Late(nn.Module):

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import runner
@@ -141,3 +142,52 @@ def test_an_input_that_a_kept_module_takes_keeps_its_value(name, tmp_path, capsy
     run(Timed(), tmp_path / "out", *words, data=(split, split), steps=2)
     assert torch.equal(Timed.given, Timed.spread(TIMES[-8:]))
     assert "modules of precision.keep_fp32: input 1" in capsys.readouterr().out
+
+
+class Late(nn.Module):
+    """Makes a parameter in its first forward, and unfreezes another one in a later step."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16)
+        self.calls, self.shift = 0, None
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls > 2:
+            self.body.requires_grad_(True)
+        if self.shift is None:
+            self.shift = nn.Parameter(torch.zeros(16, dtype=self.head.weight.dtype))
+        return self.head(self.body(x) + self.shift)
+
+
+# qat-int8 tries its layers in a forward before the optimizers are built.
+@pytest.mark.parametrize("precision", ["32-true", "qat-int8"])
+def test_parameters_with_gradients_that_no_optimizer_trains_are_named(tmp_path, capsys, precision):
+    start = Late()
+    moved = run(start, tmp_path / "out", f"precision={precision}").state_dict()
+    assert torch.equal(moved["body.weight"], start.body.weight)
+    assert not moved["shift"].any()
+    said = capsys.readouterr().out
+    for names in ("shift", "shift, body.weight, body.bias"):
+        assert said.count(f"warning: {names}: no optimizer trains what has gradients here") == 1
+
+
+class Averaged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(16, 16)
+        self.teacher = AveragedModel(self.student, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+
+    def forward(self, x):
+        if self.training:
+            self.teacher.update_parameters(self.student)
+        return self.student(x)
+
+
+@pytest.mark.parametrize(("words", "is_named"), [([], True), (["precision.update=kahan"], False)])
+def test_an_average_by_torch_is_frozen_and_followed_in_16_bits(tmp_path, capsys, words, is_named):
+    run(Averaged(), tmp_path / "out", "precision=bf16-true", *words)
+    said = capsys.readouterr().out
+    assert "272 of 544 parameters train" in said
+    assert ("the model itself changes teacher.module.weight" in said) == is_named
