@@ -38,6 +38,7 @@ from runner.diagnostics.divergence.divergence_page import write_page
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
+    describe_uncompared,
     metrics,
     unexplained,
     write_json_report,
@@ -92,6 +93,10 @@ COMPARED_KEYS = (
     *("train.compile", "train.channels_last", "train.freeze"),
 )
 """How the keys begin in which two executions may differ. Both have the same batches and loss."""
+LATER_STEPS = (2, 8)
+"""Steps that are compared one after the other where the first left something uncompared, as what lies
+before a last layer of zeros: its gradients are 0 until the layer has moved, and those before a
+block that itself ends in zeros until that has."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +226,31 @@ class _Comparison:
             precision.finds_experts = True  # no forward follows that would refuse them
             seed_all(self._run.spec.seed)
             build_model(self._run.spec, precision, self._run.device)
-        device = accelerator.device
-        for reached in states_before(spec, steps, start, device, self._run.say, compiles=True):
-            yield self._compare(reached.state, reached.step, reached.micros[0])
+        say = self._run.say
+        found: list[StepComparison] = []
+        for reached in states_before(spec, steps, start, accelerator.device, say, compiles=True):
+            found.append(self._compare(reached.state, reached.step, reached.micros[0]))
+            yield found[-1]
+        # A reference that cannot train, or whose run ends before, has no such step.
+        with suppress(ConfigError):
+            for step in LATER_STEPS:
+                missing = describe_uncompared(found)
+                if not (missing and self._may_add_steps()):
+                    return
+                later = states_before(spec, [step], None, accelerator.device, say, compiles=True)
+                reached = next(later)
+                say(f"step {step} is compared, too: step {found[-1].step} lacks {missing}")
+                found.append(self._compare(reached.state, step, reached.micros[0]))
+                yield found[-1]
+
+    def _may_add_steps(self) -> bool:
+        """Return whether steps may be compared that nobody typed."""
+        spec, reference = self._run.spec, self._reference
+        # A dump is of its own step, and in later steps both executions have the same weights.
+        has_one_step = spec.diff.dump or reference.dump is not None
+        has_one_step |= reference.spec.init != spec.init
+        typed = typed_overrides(self._run.invocation)
+        return not has_one_step and "diff.steps" not in typed
 
     def _has_settings(self, checkpoint: LoadedCheckpoint) -> bool:
         """Return whether a checkpoint was trained with the reference's settings."""

@@ -61,9 +61,15 @@ class DivergenceReport:
 
     @property
     def chosen(self) -> StepComparison:
-        """Return the first step in which the executions part, else the first step."""
-        parted = (step for step in self.steps if first_divergence(step.batch.rows))
-        return next(parted, self.steps[0])
+        """Return the first step in which the executions part; else of those that differ, if any, the
+        first that compares the most."""
+
+        def rank(step: StepComparison) -> tuple[bool, bool, int]:
+            if first_divergence(step.batch.rows):
+                return False, False, 0
+            return True, step.batch.is_exact, sum(map(len, uncompared([step])))
+
+        return min(self.steps, key=rank)
 
     @property
     def divergence(self) -> Divergence | None:
@@ -74,7 +80,10 @@ class DivergenceReport:
     def sentence(self) -> str:
         """Return the sentence that says what was found."""
         batch = self.chosen.batch
-        text = describe_divergence(batch, self.name, self.against) + _remarks(batch)
+        missing = describe_uncompared(self.steps)
+        text = describe_divergence(batch, self.name, self.against, not missing) + _remarks(batch)
+        if missing:
+            text += f" Not compared: {missing}. A later step may show it: type diff.steps=[100]."
         if len(self.steps) == 1:
             return text
         if self.divergence is None:
@@ -131,7 +140,7 @@ def metrics(step: StepComparison) -> dict[str, float]:
     if step.log_probabilities is not None:
         values["diff/log_probability_rms"] = step.log_probabilities.rms
         values["diff/argmax_changed"] = step.log_probabilities.changed
-    return values
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
@@ -141,6 +150,34 @@ def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
         for row in rows
         if any(added and added.is_unexplained for added in (row.added, row.gradient_added))
     ]
+
+
+def uncompared(steps: Sequence[StepComparison]) -> tuple[list[str], list[str]]:
+    """Return the modules whose forward, and those whose backward, no step compares."""
+    forward = [
+        {row.module for row in step.batch.rows if not row.compares_forward} for step in steps
+    ]
+    backward = [
+        {row.module for row in step.batch.rows if not row.compares_backward} for step in steps
+    ]
+    # In the order of the forward.
+    names = [row.module for row in steps[0].batch.rows]
+    left = [{*names}.intersection(*each) for each in (forward, backward)]
+    first, second = ([name for name in names if name in each] for each in left)
+    return first, second
+
+
+def describe_uncompared(steps: Sequence[StepComparison]) -> str:
+    """Return what no step compares as a clause; empty where there is nothing."""
+    count = len(steps[0].batch.rows)
+    parts = []
+    for what, names in zip(("output", "backward"), uncompared(steps), strict=True):
+        if names:
+            listed = first_names([f"`{name}`" for name in names], _LISTED)
+            parts.append(f"the {what} of {len(names)} of {count} modules ({listed})")
+    if not parts:
+        return ""
+    return f"{' and '.join(parts)}, for all is 0 or not finite there in the reference"
 
 
 def write_json_report(report: DivergenceReport, path: Path) -> None:
@@ -162,6 +199,8 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
                 "gradient_arrived": _number(row.gradient_arrived),
                 "added": _error_record(row.added),
                 "gradient_added": _error_record(row.gradient_added),
+                "compares_forward": row.compares_forward,
+                "compares_backward": row.compares_backward,
             }
             modules.append(record)
         numbers = {name: _number(value) for name, value in metrics(step).items()}
@@ -208,19 +247,23 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe_divergence(batch: BatchComparison, name: str, against: str) -> str:
+def describe_divergence(
+    batch: BatchComparison, name: str, against: str, is_whole: bool = True
+) -> str:
     """Return the sentence that a report begins with.
 
     Args:
         batch: two executions on one batch.
         name: label of the execution.
         against: label of the reference.
+        is_whole: whether every module was compared.
     """
     first = first_divergence(batch.rows)
     if batch.is_exact:
-        return f"{name} and {against} agree in every bit."
+        extent = "" if is_whole else " of what was compared"
+        return f"{name} and {against} agree in every bit{extent}."
     if first is None:
-        return _agreement(batch, name, against)
+        return _agreement(batch, name, against, is_whole)
     row = first.row
     # A fault in one expert is named by it; one in all of them is the layer's.
     expert = "".join(row.experts) if len(row.experts) == 1 else ""
@@ -271,7 +314,7 @@ def describe_cause(added: AddedError) -> str:
     return text + place
 
 
-def _agreement(batch: BatchComparison, name: str, against: str) -> str:
+def _agreement(batch: BatchComparison, name: str, against: str, is_whole: bool) -> str:
     """Return the sentence of two executions that differ by no more than rounding."""
     rows = batch.rows
     forward = [
@@ -293,9 +336,8 @@ def _agreement(batch: BatchComparison, name: str, against: str) -> str:
             f"{format_relative(added.found.relative)} in norm, {share} of the elements, which "
             "rounding can explain."
         )
-    text = (
-        f"{name} and {against} differ by rounding alone: no module adds more than rounding explains"
-    )
+    extent = "by rounding alone" if is_whole else "by rounding in what was compared"
+    text = f"{name} and {against} differ {extent}: no module adds more than rounding explains"
     # The share of changed choices would read like a large error.
     numbers = [pair for pair in forward if not pair[0].found.is_discrete]
     if numbers:
@@ -308,6 +350,8 @@ def _agreement(batch: BatchComparison, name: str, against: str) -> str:
 
 def format_relative(value: float) -> str:
     """Return a relative error in percent, or as a power of ten below 0.01 %."""
+    if math.isnan(value):
+        return "nothing that could be compared: all is 0"
     if math.isinf(value):
         return "more than its size"
     if value == 0:

@@ -45,6 +45,8 @@ class AddedError:
         operation: name of the function in which the module's code goes wrong first; empty where
             that was not looked for or found.
         is_known_sum: whether KNOWN_SUM holds of it, so that its error is none of the model's code.
+        is_state: whether the tensor is a buffer or the gradient of a parameter, and crosses no
+            module's boundary.
     """
 
     tensor: str
@@ -55,6 +57,13 @@ class AddedError:
     limit: float = LARGEST_EXPLAINED
     operation: str = ""
     is_known_sum: bool = False
+    is_state: bool = False
+
+    @property
+    def is_compared(self) -> bool:
+        """Return whether the tensor shows anything of the code that computes it: where each element
+        is 0 or not finite in the reference, no code's error changes it."""
+        return self.found.norm > 0 or self.is_unexplained
 
     @property
     def ratio(self) -> float:
@@ -186,6 +195,9 @@ class ModuleErrors:
             does not explain, else the one with the largest error; None where it computes none.
         gradient_added: of the gradients that it computes the same, in the order of the backward.
         experts: numbers of the experts with gradients that rounding does not explain, as "[3]".
+        compares_forward: whether the reference's outputs of the module are other than 0.
+        compares_backward: whether the gradients that it computes are: that of each of its inputs,
+            and one of its parameters'.
     """
 
     module: str
@@ -195,6 +207,8 @@ class ModuleErrors:
     added: AddedError | None = None
     gradient_added: AddedError | None = None
     experts: set[str] = field(default_factory=set)
+    compares_forward: bool = True
+    compares_backward: bool = True
 
 
 def module_errors(
@@ -217,16 +231,29 @@ def module_errors(
         if boundary.side == "out" and boundary.call == 0 and boundary.module in rows:
             row = rows[boundary.module]
             row.gradient_arrived = max(row.gradient_arrived, error.relative)
-    for name, one in _forward_errors(network, added, explained):
-        if name in rows:
-            rows[name].added = _worse(rows[name].added, one, -1)
-    for name, one in _backward_errors(network, added, explained):
-        if name in rows:
-            rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
-            _, bracket, number = one.tensor.rpartition("[")
-            if bracket and one.is_unexplained:
-                rows[name].experts.add(bracket + number)
+    forward = [each for each in _forward_errors(network, added, explained) if each[0] in rows]
+    for name, one in forward:
+        rows[name].added = _worse(rows[name].added, one, -1)
+    backward = [each for each in _backward_errors(network, added, explained) if each[0] in rows]
+    for name, one in backward:
+        rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
+        _, bracket, number = one.tensor.rpartition("[")
+        if bracket and one.is_unexplained:
+            rows[name].experts.add(bracket + number)
+    # Buffers, as the counter of a batch norm, say nothing of the output beside them; an attention
+    # mask of zeros is usual beside other tensors, and a gradient of zeros is not.
+    for name in _uncompared(forward, is_state=False):
+        rows[name].compares_forward = False
+    stopped = {name for name, one in backward if not (one.is_state or one.is_compared)}
+    for name in stopped | _uncompared(backward, is_state=True):
+        rows[name].compares_backward = False
     return [row for row in rows.values() if row.added or row.gradient_added]
+
+
+def _uncompared(errors: Sequence[tuple[str, AddedError]], is_state: bool) -> set[str]:
+    """Return the modules that have state, or other tensors, and none that is compared."""
+    chosen = [(name, one.is_compared) for name, one in errors if one.is_state is is_state]
+    return {name for name, _ in chosen} - {name for name, is_compared in chosen if is_compared}
 
 
 def _worse(one: AddedError | None, other: AddedError, direction: int) -> AddedError:
@@ -282,7 +309,8 @@ def _forward_errors(
             roundoff = max(roundoffs.code[module], roundoff)
             expected = with_rounding(expected, roundoff, network.widths[module])
         position = positions.get(Boundary(module, 0, "out", 0), 0)
-        yield module, AddedError(name, error, expected, dtype, position, network.limit(module))
+        limit = network.limit(module)
+        yield module, AddedError(name, error, expected, dtype, position, limit, is_state=True)
 
 
 def _backward_errors(
@@ -322,7 +350,10 @@ def _backward_errors(
         chosen_by = {"LayerNorm": taken, "Embedding": dtype}.get(network.kinds.get(module, ""))
         is_known = network.is_on_cpu and module in network.layers and chosen_by == "bfloat16"
         position = outputs.get(module, 0)
-        yield module, AddedError(name, error, expected, dtype, position, limit, "", is_known)
+        yield (
+            module,
+            AddedError(name, error, expected, dtype, position, limit, "", is_known, is_state=True),
+        )
 
 
 def _relative(error: TensorError | None) -> float:

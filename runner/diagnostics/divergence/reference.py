@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runner.diagnostics.divergence.boundaries import Boundary, Visitor
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, norm_of
+from runner.utils.tensors import real_view
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""
@@ -101,8 +102,9 @@ class Reference:
 
     def no_error(self, tensor: Tensor) -> TensorError:
         """Return the error of what equals one of the reference's own tensors."""
-        is_discrete = not tensor.is_floating_point()
-        return TensorError(0.0, self.norm(tensor), elements=tensor.numel(), is_discrete=is_discrete)
+        parts = real_view(tensor)
+        is_discrete = not parts.is_floating_point()
+        return TensorError(0.0, self.norm(tensor), elements=parts.numel(), is_discrete=is_discrete)
 
     def error(
         self, tensor: Tensor, expected: Tensor, scale: float = 1.0, counts: bool = True
@@ -226,7 +228,7 @@ def unscaled(gradient: Tensor, scale: float) -> Tensor:
     """Return a gradient divided by the loss scale; in float32 at least, where that changes it."""
     if scale == 1.0:
         return gradient.detach()
-    wide = gradient if gradient.dtype is torch.float64 else gradient.float()
+    wide = gradient.float() if gradient.itemsize < 4 else gradient
     return wide.detach() / scale
 
 
