@@ -94,9 +94,8 @@ COMPARED_KEYS = (
 )
 """How the keys begin in which two executions may differ. Both have the same batches and loss."""
 LATER_STEPS = (2, 8)
-"""Steps that are compared one after the other where the first left something uncompared, as what lies
-before a last layer of zeros: its gradients are 0 until the layer has moved, and those before a
-block that itself ends in zeros until that has."""
+"""Steps that are compared, too, as long as something is not: gradients before a last layer of zeros
+are 0 until it has moved, and those in a block that ends in zeros for one more step."""
 
 
 @dataclass(frozen=True)
@@ -227,8 +226,9 @@ class _Comparison:
             seed_all(self._run.spec.seed)
             build_model(self._run.spec, precision, self._run.device)
         say = self._run.say
+        reach = partial(states_before, spec, device=accelerator.device, say=say, compiles=True)
         found: list[StepComparison] = []
-        for reached in states_before(spec, steps, start, accelerator.device, say, compiles=True):
+        for reached in reach(steps, start):
             found.append(self._compare(reached.state, reached.step, reached.micros[0]))
             yield found[-1]
         # A reference that cannot train, or whose run ends before, has no such step.
@@ -237,9 +237,8 @@ class _Comparison:
                 missing = describe_uncompared(found)
                 if not (missing and self._may_add_steps()):
                     return
-                later = states_before(spec, [step], None, accelerator.device, say, compiles=True)
-                reached = next(later)
-                say(f"step {step} is compared, too: step {found[-1].step} lacks {missing}")
+                reached = next(reach([step], None))
+                say(f"step {step} is compared, too; not compared before: {missing}")
                 found.append(self._compare(reached.state, step, reached.micros[0]))
                 yield found[-1]
 
@@ -247,10 +246,8 @@ class _Comparison:
         """Return whether steps may be compared that nobody typed."""
         spec, reference = self._run.spec, self._reference
         # A dump is of its own step, and in later steps both executions have the same weights.
-        has_one_step = spec.diff.dump or reference.dump is not None
-        has_one_step |= reference.spec.init != spec.init
-        typed = typed_overrides(self._run.invocation)
-        return not has_one_step and "diff.steps" not in typed
+        is_fixed = spec.diff.dump or reference.dump or reference.spec.init != spec.init
+        return not (is_fixed or "diff.steps" in typed_overrides(self._run.invocation))
 
     def _has_settings(self, checkpoint: LoadedCheckpoint) -> bool:
         """Return whether a checkpoint was trained with the reference's settings."""

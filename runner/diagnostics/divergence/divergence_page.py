@@ -96,7 +96,7 @@ def _facts(report: DivergenceReport) -> list[tuple[str, str]]:
         ("model's output", f"differs by {format_relative(step.batch.output_error)}"),
         ("gradients together", f"differ by {format_relative(step.batch.gradient_error)}"),
     ]
-    for what, names in zip(("output", "backward"), uncompared(report.steps), strict=True):
+    for what, names in uncompared(report.steps).items():
         if names:
             facts.append((f"{what} not compared", first_names(names, MAX_NAMES)))
     if step.log_probabilities is not None:

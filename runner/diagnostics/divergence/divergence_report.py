@@ -9,7 +9,9 @@ from typing import Any
 from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.compare import BatchComparison
 from runner.diagnostics.divergence.findings import (
+    BACKWARD,
     KNOWN_SUM,
+    OUTPUT,
     PASSED,
     WRITTEN_INPUT,
     AddedError,
@@ -61,15 +63,14 @@ class DivergenceReport:
 
     @property
     def chosen(self) -> StepComparison:
-        """Return the first step in which the executions part; else of those that differ, if any, the
-        first that compares the most."""
+        """Return the first step in which the executions part; else the first that compares the most
+        modules, of those in which they differ, if any."""
 
-        def rank(step: StepComparison) -> tuple[bool, bool, int]:
-            if first_divergence(step.batch.rows):
-                return False, False, 0
-            return True, step.batch.is_exact, sum(map(len, uncompared([step])))
+        def rank(step: StepComparison) -> tuple[bool, int]:
+            return step.batch.is_exact, sum(bool(row.uncompared) for row in step.batch.rows)
 
-        return min(self.steps, key=rank)
+        parted = (step for step in self.steps if first_divergence(step.batch.rows))
+        return next(parted, min(self.steps, key=rank))
 
     @property
     def divergence(self) -> Divergence | None:
@@ -81,7 +82,7 @@ class DivergenceReport:
         """Return the sentence that says what was found."""
         batch = self.chosen.batch
         missing = describe_uncompared(self.steps)
-        text = describe_divergence(batch, self.name, self.against, not missing) + _remarks(batch)
+        text = describe_divergence(batch, self.name, self.against, missing) + _remarks(batch)
         if missing:
             text += f" Not compared: {missing}. A later step may show it: type diff.steps=[100]."
         if len(self.steps) == 1:
@@ -113,14 +114,6 @@ def _remarks(batch: BatchComparison) -> str:
             f" Both have other weights in {count} {'module' if count == 1 else 'modules'}, so that "
             f"errors there are no bug of their code: {first_names(names, _LISTED)}."
         )
-    reshaped = [
-        f"`{row.module}`"
-        for row in batch.rows
-        if row.added and row.added.found.other_shape and not row.added.is_unexplained
-    ]
-    if reshaped:
-        modules = first_names(reshaped, _LISTED)
-        text += f" Not compared, for rounding gives them other shapes: {modules}."
     return text
 
 
@@ -152,32 +145,28 @@ def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
     ]
 
 
-def uncompared(steps: Sequence[StepComparison]) -> tuple[list[str], list[str]]:
-    """Return the modules whose forward, and those whose backward, no step compares."""
-    forward = [
-        {row.module for row in step.batch.rows if not row.compares_forward} for step in steps
-    ]
-    backward = [
-        {row.module for row in step.batch.rows if not row.compares_backward} for step in steps
-    ]
-    # In the order of the forward.
-    names = [row.module for row in steps[0].batch.rows]
-    left = [{*names}.intersection(*each) for each in (forward, backward)]
-    first, second = ([name for name in names if name in each] for each in left)
-    return first, second
+def uncompared(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
+    """Return the modules whose OUTPUT, and those whose BACKWARD, no step compares."""
+    left = {}
+    for what in (OUTPUT, BACKWARD):
+        names = [row.module for row in steps[0].batch.rows if what in row.uncompared]
+        for step in steps[1:]:
+            later = {row.module for row in step.batch.rows if what in row.uncompared}
+            names = [name for name in names if name in later]
+        left[what] = names
+    return left
 
 
 def describe_uncompared(steps: Sequence[StepComparison]) -> str:
     """Return what no step compares as a clause; empty where there is nothing."""
     count = len(steps[0].batch.rows)
     parts = []
-    for what, names in zip(("output", "backward"), uncompared(steps), strict=True):
+    for what, names in uncompared(steps).items():
         if names:
             listed = first_names([f"`{name}`" for name in names], _LISTED)
             parts.append(f"the {what} of {len(names)} of {count} modules ({listed})")
-    if not parts:
-        return ""
-    return f"{' and '.join(parts)}, for all is 0 or not finite there in the reference"
+    reason = ", where all is 0 or not finite in the reference, or of another shape by rounding"
+    return " and ".join(parts) + reason * bool(parts)
 
 
 def write_json_report(report: DivergenceReport, path: Path) -> None:
@@ -199,8 +188,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
                 "gradient_arrived": _number(row.gradient_arrived),
                 "added": _error_record(row.added),
                 "gradient_added": _error_record(row.gradient_added),
-                "compares_forward": row.compares_forward,
-                "compares_backward": row.compares_backward,
+                "uncompared": sorted(row.uncompared),
             }
             modules.append(record)
         numbers = {name: _number(value) for name, value in metrics(step).items()}
@@ -247,23 +235,21 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe_divergence(
-    batch: BatchComparison, name: str, against: str, is_whole: bool = True
-) -> str:
+def describe_divergence(batch: BatchComparison, name: str, against: str, missing: str) -> str:
     """Return the sentence that a report begins with.
 
     Args:
         batch: two executions on one batch.
         name: label of the execution.
         against: label of the reference.
-        is_whole: whether every module was compared.
+        missing: what was not compared, as a clause; empty for nothing.
     """
     first = first_divergence(batch.rows)
+    extent = " in what was compared" if missing else ""
     if batch.is_exact:
-        extent = "" if is_whole else " of what was compared"
         return f"{name} and {against} agree in every bit{extent}."
     if first is None:
-        return _agreement(batch, name, against, is_whole)
+        return _agreement(batch, name, against, extent)
     row = first.row
     # A fault in one expert is named by it; one in all of them is the layer's.
     expert = "".join(row.experts) if len(row.experts) == 1 else ""
@@ -314,7 +300,7 @@ def describe_cause(added: AddedError) -> str:
     return text + place
 
 
-def _agreement(batch: BatchComparison, name: str, against: str, is_whole: bool) -> str:
+def _agreement(batch: BatchComparison, name: str, against: str, extent: str) -> str:
     """Return the sentence of two executions that differ by no more than rounding."""
     rows = batch.rows
     forward = [
@@ -336,8 +322,10 @@ def _agreement(batch: BatchComparison, name: str, against: str, is_whole: bool) 
             f"{format_relative(added.found.relative)} in norm, {share} of the elements, which "
             "rounding can explain."
         )
-    extent = "by rounding alone" if is_whole else "by rounding in what was compared"
-    text = f"{name} and {against} differ {extent}: no module adds more than rounding explains"
+    text = (
+        f"{name} and {against} differ by rounding alone{extent}: no module adds more than rounding "
+        "explains"
+    )
     # The share of changed choices would read like a large error.
     numbers = [pair for pair in forward if not pair[0].found.is_discrete]
     if numbers:

@@ -24,6 +24,7 @@ LARGEST_EXPLAINED_OF_CODE = 5.0
 LARGEST_EXPLAINED_OF_INTEGERS = 4.0
 """The same of integers and truth values, for the number of elements that differ."""
 _FEW_ELEMENTS = 32
+OUTPUT, BACKWARD = "output", "backward"
 KNOWN_SUM = "on CPUs torch sums this gradient in bfloat16"
 """Of a parameter of an nn.LayerNorm that takes bfloat16, and of an nn.Embedding that stores it."""
 WRITTEN_INPUT = "input after the call"
@@ -42,11 +43,11 @@ class AddedError:
         dtype: name of the dtype that the tensor has in the other execution.
         position: number of the tensor's boundary in the order of the forward.
         limit: error of many elements that rounding explains, as a multiple of `expected`.
+        is_state: whether the tensor is a buffer or the gradient of a parameter, and crosses no
+            module's boundary.
         operation: name of the function in which the module's code goes wrong first; empty where
             that was not looked for or found.
         is_known_sum: whether KNOWN_SUM holds of it, so that its error is none of the model's code.
-        is_state: whether the tensor is a buffer or the gradient of a parameter, and crosses no
-            module's boundary.
     """
 
     tensor: str
@@ -55,15 +56,15 @@ class AddedError:
     dtype: str
     position: int
     limit: float = LARGEST_EXPLAINED
+    is_state: bool = False
     operation: str = ""
     is_known_sum: bool = False
-    is_state: bool = False
 
     @property
     def is_compared(self) -> bool:
-        """Return whether the tensor shows anything of the code that computes it: where each element
-        is 0 or not finite in the reference, no code's error changes it."""
-        return self.found.norm > 0 or self.is_unexplained
+        """Return whether the tensor shows anything of the code that computes it: not where each
+        element is 0 or not finite in the reference, or where rounding gives it another shape."""
+        return self.is_unexplained or (self.found.norm > 0 and not self.found.other_shape)
 
     @property
     def ratio(self) -> float:
@@ -195,9 +196,8 @@ class ModuleErrors:
             does not explain, else the one with the largest error; None where it computes none.
         gradient_added: of the gradients that it computes the same, in the order of the backward.
         experts: numbers of the experts with gradients that rounding does not explain, as "[3]".
-        compares_forward: whether the reference's outputs of the module are other than 0.
-        compares_backward: whether the gradients that it computes are: that of each of its inputs,
-            and one of its parameters'.
+        uncompared: OUTPUT where none of the tensors that it gives is compared; BACKWARD where the
+            gradient of one of its inputs is not, or no parameter's.
     """
 
     module: str
@@ -207,8 +207,7 @@ class ModuleErrors:
     added: AddedError | None = None
     gradient_added: AddedError | None = None
     experts: set[str] = field(default_factory=set)
-    compares_forward: bool = True
-    compares_backward: bool = True
+    uncompared: set[str] = field(default_factory=set)
 
 
 def module_errors(
@@ -243,10 +242,10 @@ def module_errors(
     # Buffers, as the counter of a batch norm, say nothing of the output beside them; an attention
     # mask of zeros is usual beside other tensors, and a gradient of zeros is not.
     for name in _uncompared(forward, is_state=False):
-        rows[name].compares_forward = False
+        rows[name].uncompared.add(OUTPUT)
     stopped = {name for name, one in backward if not (one.is_state or one.is_compared)}
     for name in stopped | _uncompared(backward, is_state=True):
-        rows[name].compares_backward = False
+        rows[name].uncompared.add(BACKWARD)
     return [row for row in rows.values() if row.added or row.gradient_added]
 
 
@@ -310,7 +309,7 @@ def _forward_errors(
             expected = with_rounding(expected, roundoff, network.widths[module])
         position = positions.get(Boundary(module, 0, "out", 0), 0)
         limit = network.limit(module)
-        yield module, AddedError(name, error, expected, dtype, position, limit, is_state=True)
+        yield module, AddedError(name, error, expected, dtype, position, limit, True)
 
 
 def _backward_errors(
@@ -350,10 +349,7 @@ def _backward_errors(
         chosen_by = {"LayerNorm": taken, "Embedding": dtype}.get(network.kinds.get(module, ""))
         is_known = network.is_on_cpu and module in network.layers and chosen_by == "bfloat16"
         position = outputs.get(module, 0)
-        yield (
-            module,
-            AddedError(name, error, expected, dtype, position, limit, "", is_known, is_state=True),
-        )
+        yield module, AddedError(name, error, expected, dtype, position, limit, True, "", is_known)
 
 
 def _relative(error: TensorError | None) -> float:

@@ -63,8 +63,8 @@ class TensorError(NamedTuple):
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Return the 2-norm of a floating or complex tensor, and the number of elements of another; the host waits
-    for the device."""
+    """Return the 2-norm of a floating or complex tensor, and the number of elements of another; the
+    host waits for the device."""
     tensor = real_view(tensor)
     if not tensor.is_floating_point():
         return float(tensor.numel())
@@ -82,8 +82,8 @@ def measure_error(
     """Return the error of a tensor; the host waits for the device.
 
     Args:
-        tensor: floating, complex, integer or boolean, any shape. The real and the imaginary parts of
-            a complex one are compared as two elements.
+        tensor: floating, complex, integer or boolean, any shape. The real and the imaginary part of
+            a complex number are compared as two elements.
         reference: what it is compared with.
         scale: what the tensor is divided by first, as a loss scale.
         counts: whether elements are counted that differ or become zero, and the peak is found.

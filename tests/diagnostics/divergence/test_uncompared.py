@@ -13,6 +13,7 @@ from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
     metrics,
+    uncompared,
     write_json_report,
 )
 from runner.diagnostics.divergence.findings import first_divergence
@@ -39,8 +40,8 @@ def report(*found):
 
 
 def modules_of(found):
-    forward = {row.module for row in found.rows if not row.compares_forward}
-    return forward, {row.module for row in found.rows if not row.compares_backward}
+    left = uncompared([StepComparison(1, found, None)])
+    return {*left["output"]}, {*left["backward"]}
 
 
 def test_a_bug_behind_a_layer_of_zeros_is_not_compared(tmp_path):
@@ -48,21 +49,21 @@ def test_a_bug_behind_a_layer_of_zeros_is_not_compared(tmp_path):
     assert first_divergence(found.rows) is None
     assert modules_of(found) == ({"2"}, {"(model)", "0", "1", "2"})
     text = report(found).sentence
-    assert "differ by rounding in what was compared" in text
-    assert "alone" not in text
+    assert "differ by rounding alone in what was compared" in text
     assert "the output of 1 of 5 modules (`2`) and the backward of 4 of 5 modules (" in text
     assert "diff/output_error" not in metrics(StepComparison(1, found, None))
     write_page(report(found), tmp_path / "diff.html")
     assert "nothing that could be compared" in (tmp_path / "diff.html").read_text()
     write_json_report(report(found), tmp_path / "diff.json")
     (step,) = json.loads((tmp_path / "diff.json").read_text())["steps"]
-    rows = {row["module"]: row["compares_backward"] for row in step["modules"]}
-    assert rows == {"(model)": False, "0": False, "1": False, "2": False, "(loss)": True}
+    rows = {row["module"]: row["uncompared"] for row in step["modules"]}
+    behind = dict.fromkeys(["(model)", "0", "1"], ["backward"])
+    assert rows == {**behind, "2": ["backward", "output"], "(loss)": []}
 
 
 def test_bits_that_agree_are_those_that_were_compared():
     text = report(compare(net(2), "32-true")).sentence
-    assert "agree in every bit of what was compared. Not compared: the output of 1 of 5" in text
+    assert "agree in every bit in what was compared. Not compared: the output of 1 of 5" in text
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_bits_that_agree_are_those_that_were_compared():
 def test_only_what_is_zero_counts(zero_layers, forward, backward):
     found = compare(net(*zero_layers), "bf16-mixed")
     assert modules_of(found) == (forward, backward)
-    assert ("alone" in report(found).sentence) == (not zero_layers)
+    assert ("in what was compared" in report(found).sentence) == bool(zero_layers)
 
 
 def test_a_later_step_that_compares_the_rest_decides():
@@ -97,7 +98,7 @@ def test_a_reference_that_is_not_finite_compares_nothing():
     found = compare((model, batch, task), "bf16-mixed")
     _, backward = modules_of(found)
     assert {"0", "1", "2"} <= backward
-    assert "alone" not in report(found).sentence
+    assert "in what was compared" in report(found).sentence
 
 
 class Spectrum(nn.Module):
