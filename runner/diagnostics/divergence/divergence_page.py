@@ -9,7 +9,6 @@ from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
     format_relative,
-    uncompared,
 )
 from runner.diagnostics.divergence.findings import (
     KNOWN_SUM,
@@ -19,7 +18,7 @@ from runner.diagnostics.divergence.findings import (
     AddedError,
     ModuleErrors,
 )
-from runner.utils.formatting import first_names, format_number, format_share
+from runner.utils.formatting import format_number, format_share
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
 from runner.utils.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
@@ -96,9 +95,6 @@ def _facts(report: DivergenceReport) -> list[tuple[str, str]]:
         ("model's output", f"differs by {format_relative(step.batch.output_error)}"),
         ("gradients together", f"differ by {format_relative(step.batch.gradient_error)}"),
     ]
-    for what, names in uncompared(report.steps).items():
-        if names:
-            facts.append((f"{what} not compared", first_names(names, MAX_NAMES)))
     if step.log_probabilities is not None:
         rms, changed = step.log_probabilities
         text = f"differ by {format_number(rms)} nats (rms); another class is first for "

@@ -9,9 +9,7 @@ from typing import Any
 from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.compare import BatchComparison
 from runner.diagnostics.divergence.findings import (
-    BACKWARD,
     KNOWN_SUM,
-    OUTPUT,
     PASSED,
     WRITTEN_INPUT,
     AddedError,
@@ -28,6 +26,8 @@ MIN_SUBNORMAL_SHARE = 0.01
 as the cause."""
 FORMAT = 1
 """Version of diff.json."""
+_COUNTS = ("nonfinite", "flushed", "subnormal", "different", "elements")
+"""Of a TensorError, as diff.json has them."""
 _LISTED = 4
 """Names that a sentence lists; the others are counted."""
 
@@ -146,25 +146,24 @@ def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
 
 
 def uncompared(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
-    """Return the modules whose OUTPUT, and those whose BACKWARD, no step compares."""
+    """Return the modules whose "output", and those whose "backward", no step compares."""
     left = {}
-    for what in (OUTPUT, BACKWARD):
-        names = [row.module for row in steps[0].batch.rows if what in row.uncompared]
-        for step in steps[1:]:
-            later = {row.module for row in step.batch.rows if what in row.uncompared}
-            names = [name for name in names if name in later]
-        left[what] = names
+    for what in ("output", "backward"):
+        by_step = [{row.module for row in s.batch.rows if what in row.uncompared} for s in steps]
+        always = set.intersection(*by_step)
+        # In the order of the forward.
+        left[what] = [row.module for row in steps[0].batch.rows if row.module in always]
     return left
 
 
 def describe_uncompared(steps: Sequence[StepComparison]) -> str:
     """Return what no step compares as a clause; empty where there is nothing."""
-    count = len(steps[0].batch.rows)
+    modules = f"of {len(steps[0].batch.rows)} modules"
     parts = []
     for what, names in uncompared(steps).items():
         if names:
             listed = first_names([f"`{name}`" for name in names], _LISTED)
-            parts.append(f"the {what} of {len(names)} of {count} modules ({listed})")
+            parts.append(f"the {what} of {len(names)} {modules} ({listed})")
     reason = ", where all is 0 or not finite in the reference, or of another shape by rounding"
     return " and ".join(parts) + reason * bool(parts)
 
@@ -221,11 +220,7 @@ def _error_record(added: AddedError | None) -> dict[str, Any] | None:
         "ratio": _number(added.ratio),
         "ulps": _number(added.ulps),
         "sqnr_db": _number(found.sqnr_db),
-        "nonfinite": found.nonfinite,
-        "flushed": found.flushed,
-        "subnormal": found.subnormal,
-        "different": found.different,
-        "elements": found.elements,
+        **{name: getattr(found, name) for name in _COUNTS},
         "unexplained": added.is_unexplained,
     }
 

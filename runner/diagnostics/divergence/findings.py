@@ -24,7 +24,6 @@ LARGEST_EXPLAINED_OF_CODE = 5.0
 LARGEST_EXPLAINED_OF_INTEGERS = 4.0
 """The same of integers and truth values, for the number of elements that differ."""
 _FEW_ELEMENTS = 32
-OUTPUT, BACKWARD = "output", "backward"
 KNOWN_SUM = "on CPUs torch sums this gradient in bfloat16"
 """Of a parameter of an nn.LayerNorm that takes bfloat16, and of an nn.Embedding that stores it."""
 WRITTEN_INPUT = "input after the call"
@@ -196,8 +195,8 @@ class ModuleErrors:
             does not explain, else the one with the largest error; None where it computes none.
         gradient_added: of the gradients that it computes the same, in the order of the backward.
         experts: numbers of the experts with gradients that rounding does not explain, as "[3]".
-        uncompared: OUTPUT where none of the tensors that it gives is compared; BACKWARD where the
-            gradient of one of its inputs is not, or no parameter's.
+        uncompared: "output" where none of the tensors that it computes is compared; "backward"
+            where the gradient of one of its inputs is not, or no parameter's.
     """
 
     module: str
@@ -242,10 +241,10 @@ def module_errors(
     # Buffers, as the counter of a batch norm, say nothing of the output beside them; an attention
     # mask of zeros is usual beside other tensors, and a gradient of zeros is not.
     for name in _uncompared(forward, is_state=False):
-        rows[name].uncompared.add(OUTPUT)
+        rows[name].uncompared.add("output")
     stopped = {name for name, one in backward if not (one.is_state or one.is_compared)}
     for name in stopped | _uncompared(backward, is_state=True):
-        rows[name].uncompared.add(BACKWARD)
+        rows[name].uncompared.add("backward")
     return [row for row in rows.values() if row.added or row.gradient_added]
 
 

@@ -397,5 +397,4 @@ def _is_comparable(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have one shape and hold numbers of one kind, as those of a module
     that was converted may not."""
     is_same_kind = tensor.is_floating_point() == other.is_floating_point()
-    is_same_kind &= tensor.is_complex() == other.is_complex()
     return tensor.shape == other.shape and is_same_kind

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runner.diagnostics.divergence.boundaries import Boundary, Visitor
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, norm_of
-from runner.utils.tensors import real_view
+from runner.utils.tensors import unit_roundoff
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""
@@ -102,9 +102,8 @@ class Reference:
 
     def no_error(self, tensor: Tensor) -> TensorError:
         """Return the error of what equals one of the reference's own tensors."""
-        parts = real_view(tensor)
-        is_discrete = not parts.is_floating_point()
-        return TensorError(0.0, self.norm(tensor), elements=parts.numel(), is_discrete=is_discrete)
+        is_discrete = not unit_roundoff(tensor.dtype)
+        return TensorError(0.0, self.norm(tensor), elements=tensor.numel(), is_discrete=is_discrete)
 
     def error(
         self, tensor: Tensor, expected: Tensor, scale: float = 1.0, counts: bool = True
