@@ -218,10 +218,11 @@ class Numerics:
         return "precision" if "precision" in lacks else "none"
 
     def unjudged(self) -> dict[str, list[str]]:
-        """Return by kind the modules all of whose measured numbers are 0."""
+        """Return by kind the modules all of whose measured numbers are 0; not of updates, for those
+        of 0 may be swallowed ones."""
         is_judged: dict[tuple[str, str], bool] = defaultdict(bool)
         for stats in (stats for snapshot in self.probes for stats in snapshot.measured):
-            is_judged[stats.kind, stats.module] |= stats.largest != 0
+            is_judged[stats.kind, stats.module] |= stats.largest != 0 or stats.kind == "updates"
         return grouped(key for key, judged in is_judged.items() if not judged)
 
     def _mean_losses(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
@@ -233,7 +234,7 @@ class Numerics:
                     known = ", ".join(stats.formats)
                     raise ValueError(f"{fmt} was not measured. Known: {known}.")
                 # No format loses anything of zeros, which would hide what it loses of others.
-                if stats.largest != 0:
+                if stats.largest != 0 or stats.kind == "updates":
                     rows[stats.module, stats.kind].append(self.quantization_loss(stats, fmt))
         return {key: _mean(losses) for key, losses in rows.items()}
 
