@@ -149,21 +149,20 @@ def uncompared(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
     """Return the modules whose "output", and those whose "backward", no step compares."""
     left = {}
     for what in ("output", "backward"):
-        by_step = [{row.module for row in s.batch.rows if what in row.uncompared} for s in steps]
-        always = set.intersection(*by_step)
+        by_step = [[row.module for row in s.batch.rows if what in row.uncompared] for s in steps]
         # In the order of the forward.
-        left[what] = [row.module for row in steps[0].batch.rows if row.module in always]
+        left[what] = [name for name in by_step[0] if all(name in names for names in by_step)]
     return left
 
 
 def describe_uncompared(steps: Sequence[StepComparison]) -> str:
     """Return what no step compares as a clause; empty where there is nothing."""
-    modules = f"of {len(steps[0].batch.rows)} modules"
+    rows = steps[0].batch.rows
     parts = []
     for what, names in uncompared(steps).items():
         if names:
             listed = first_names([f"`{name}`" for name in names], _LISTED)
-            parts.append(f"the {what} of {len(names)} {modules} ({listed})")
+            parts.append(f"the {what} of {len(names)} of {len(rows)} modules ({listed})")
     reason = ", where all is 0 or not finite in the reference, or of another shape by rounding"
     return " and ".join(parts) + reason * bool(parts)
 

@@ -39,15 +39,16 @@ class NarrowCode:
         """Note a function's call."""
         if name in _CASTS:
             return
+        leaves = tree_leaves(arguments)
+        dtypes = {t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        # A view only has the dtype of what it is of.
-        if not any(t.dtype is self.dtype and not t._is_view() for t in results):
+        # A view only has the dtype of what it is of; that of a grouped product is of no operand.
+        passes_on = self.dtype in dtypes
+        if not any(t.dtype is self.dtype and not (t._is_view() and passes_on) for t in results):
             return
         self.computing.add(module)
-        leaves = tree_leaves(arguments)
         # With a dtype among its arguments the code itself asked for it.
         asked = any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        dtypes = {t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
         if not asked and dtypes - {self.dtype}:
             self.by_autocast.add(module)
 

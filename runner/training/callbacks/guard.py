@@ -139,9 +139,8 @@ class Guard(RunCallback):
             return False
         # A median of 0 or below is no scale that a factor could be applied to, and near 0 a loss is
         # many times its median for one example of a batch: the training has lost nothing by it.
-        usual = median(recent)
-        has_relapsed = loss >= (self._first_loss + usual) / 2
-        return has_relapsed and loss > self.spec.guard.spike_factor * usual > 0
+        usual, first = median(recent), self._first_loss
+        return loss > self.spec.guard.spike_factor * usual > 0 and loss >= (first + usual) / 2
 
     def _act(self, finding: Finding, record: StepRecord) -> None:
         key = finding.key
