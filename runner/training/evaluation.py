@@ -185,18 +185,22 @@ class Stagnation:
     In bfloat16 and float16 an update below half a unit in the last place of a weight is rounded
     away: training stalls although the gradients are not zero. An instance is made before a step
     and asked after it for the share of such elements. Meanwhile hooks on the parameters note which
-    elements have a gradient, because train_step drops the gradients.
+    elements have a gradient, because train_step drops the gradients. At the end of a schedule no
+    weight moves in any format, so that a step after a third of the run is watched, too.
 
     Args:
-        state: its trainable parameters of 2 bytes per element are compared, of the groups whose
-            learning rate is at least MIN_RATE_SHARE of the full one.
+        state: its trainable parameters of 2 bytes per element are compared, where its precision
+            loses updates, of the groups whose learning rate is at least MIN_RATE_SHARE of the full
+            one.
     """
 
     def __init__(self, state: TrainState) -> None:
         self.strategy = state.strategy
+        self._earlier = state.stagnant_share
         self.params = []
         for group in chain(*(part.optimizer.param_groups for part in state.optimizers)):
-            if 0 < MIN_RATE_SHARE * full_rate(group) <= group["lr"]:
+            has_rate = 0 < MIN_RATE_SHARE * full_rate(group) <= group["lr"]
+            if has_rate and state.precision.loses_updates:
                 self.params += [p for p in group["params"] if p.dtype.itemsize == 2]
         self._weights_before = [shard.clone() for shard in self._local_shards(self.params)]
         self._has_gradient: dict[int, Tensor] = {}  # bool masks by the parameter's id
@@ -219,7 +223,8 @@ class Stagnation:
     def stagnant_share(self) -> float | None:
         """Remove the hooks and return the share of the elements with a gradient that did not move.
 
-        The share is from 0 to 1, over all processes; None if no element had a gradient.
+        The share is from 0 to 1, over all processes; the state's earlier one if no element of the
+        compared parameters had a gradient.
         """
         self.close()
         weights = self._local_shards(self.params)
@@ -235,7 +240,7 @@ class Stagnation:
         if self.strategy.shards:
             counts = self.strategy.sum(torch.tensor([unchanged, with_gradient]))
             unchanged, with_gradient = counts.tolist()
-        return unchanged / with_gradient if with_gradient else None
+        return unchanged / with_gradient if with_gradient else self._earlier
 
 
 def set_evaluation_mode(model: nn.Module, task: Task) -> None:

@@ -123,13 +123,10 @@ def fit(  # noqa: PLR0913
             # Decided before the step: what an evaluation counts must be watched during the step.
             is_last = step >= last or perf_counter() >= deadline or should_finish()
             evaluates = is_last or is_evaluation_step(train, loader, step)
-            # At the end of a schedule no weight moves; a third of the run is before that.
-            counts = (evaluates or step == last // 3) and state.precision.loses_updates
-            counter = Stagnation(state) if counts else None
+            counter = Stagnation(state) if evaluates or step == last // 3 else None
             with step_context(step):
                 blocks.add(train_step(state, micros, sizes))
-            share = counter and counter.stagnant_share()
-            state.stagnant_share = state.stagnant_share if share is None else share
+            state.stagnant_share = counter.stagnant_share() if counter else state.stagnant_share
             # All processes ask at the same points of the loop, so they agree, one question late.
             is_stopped = should_stop()
             # The caller acts on evaluations, checkpoints and the end, and needs every record by
