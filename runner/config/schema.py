@@ -243,7 +243,8 @@ class GuardSpec:
         overflow_steps: number of consecutive overflowing steps at which guard.overflow acts.
         scale_floor: action (stop, warn or ignore) if the loss scale falls below 1.
         spike: action (stop, warn or ignore) if a loss exceeds guard.spike_factor times the running
-            median of the last 50 losses, and twice the largest of them.
+            median of the last 50 losses, twice the largest of them, and half of the way from the
+            median to the run's first loss.
         spike_factor: factor above the running median of the loss at which guard.spike acts.
         data: action (stop, warn or ignore) if a check before training finds inputs that are not
             finite, labels outside the classes, or a data set none of whose labels counts.

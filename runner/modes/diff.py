@@ -38,6 +38,7 @@ from runner.diagnostics.divergence.divergence_page import write_page
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
+    describe_uncompared,
     metrics,
     unexplained,
     write_json_report,
@@ -92,6 +93,9 @@ COMPARED_KEYS = (
     *("train.compile", "train.channels_last", "train.freeze"),
 )
 """How the keys begin in which two executions may differ. Both have the same batches and loss."""
+LATER_STEPS = (2, 8)
+"""Steps that are compared, too, as long as something is not: gradients before a last layer of zeros
+are 0 until it has moved, and those in a block that ends in zeros for one more step."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,11 @@ def diff(run: RunContext) -> RunOutcome:
         prepare_process(run)
         reference = _reference(run)
         comparison = _Comparison(run, reference)
-        steps = []
         for step in comparison.compared_steps():
             _warn_of_other_loss(run, reference, step)
-            steps.append(step)
             run.tracker.log_metrics([(step.step, now_ms(), metrics(step))])
     name = f"{run.precision.name} {reference.own}".rstrip()
-    report = DivergenceReport(name, reference.label, steps)
+    report = DivergenceReport(name, reference.label, comparison.steps)
     run.say(report.sentence)
     run.tracker.tags({"diff": report.sentence, "against": report.against})
     run.save_artifact(run.out / PAGE, lambda path: write_page(report, path))
@@ -198,18 +200,20 @@ class _Comparison:
     Attributes:
         conversion: what the run's precision converted.
         dumps: files that were written.
+        steps: what was found so far.
     """
 
     def __init__(self, run: RunContext, reference: DiffReference) -> None:
         self.conversion = ConversionReport()
         self.dumps: list[Path] = []
+        self.steps: list[StepComparison] = []
         self._run = run
         self._reference = reference
 
     def compared_steps(self) -> Iterator[StepComparison]:
         """Train the reference up to each of the steps, and yield what is found there."""
         spec = self._reference.spec
-        accelerator = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
+        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
         steps = sorted({*self._run.spec.diff.steps})
         start = None
         if self._reference.run is not None:
@@ -221,9 +225,23 @@ class _Comparison:
             precision.finds_experts = True  # no forward follows that would refuse them
             seed_all(self._run.spec.seed)
             build_model(self._run.spec, precision, self._run.device)
-        device = accelerator.device
-        for reached in states_before(spec, steps, start, device, self._run.say, compiles=True):
+        run = self._run
+        reach = partial(states_before, spec, device=device, say=run.say, compiles=True)
+        for reached in reach(steps, start):
             yield self._compare(reached.state, reached.step, reached.micros[0])
+        # A dump is of its own step, and in later steps both executions have the same weights.
+        is_fixed = run.spec.diff.dump or self._reference.dump or spec.init != run.spec.init
+        if is_fixed or "diff.steps" in typed_overrides(run.invocation):
+            return
+        # A reference that cannot train, or whose run ends before, has no such step.
+        with suppress(ConfigError):
+            for step in LATER_STEPS:
+                missing = describe_uncompared(self.steps)
+                if not missing:
+                    return
+                reached = next(reach([step], None))
+                run.say(f"step {step} is compared, too; not compared before: {missing}")
+                yield self._compare(reached.state, step, reached.micros[0])
 
     def _has_settings(self, checkpoint: LoadedCheckpoint) -> bool:
         """Return whether a checkpoint was trained with the reference's settings."""
@@ -258,7 +276,8 @@ class _Comparison:
         log_probabilities = None
         if compared.outputs is not None:
             log_probabilities = log_probability_error(run.task, compared.outputs, batches[1][1])
-        return StepComparison(step, compared, log_probabilities)
+        self.steps.append(StepComparison(step, compared, log_probabilities))
+        return self.steps[-1]
 
     def _candidate(self, state: TrainState, batch: Batch) -> TrainState:
         """Return the run's own execution, with the reference's weights of this moment; before its

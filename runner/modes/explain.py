@@ -3,7 +3,6 @@
 Nothing is trained, and nothing is recorded in the store.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 
@@ -106,12 +105,12 @@ def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterat
         for stats in snapshot.measured:
             stack, bracket, _ = stats.module.rpartition("[")
             layer = stack.rpartition(".")[0]
-            if bracket and stats.kind == "weights" and layer in chosen:
-                # None where rounding changes nothing.
-                sqnr_db = stats.formats[fmt].sqnr_db or math.inf
+            # None where rounding changes nothing.
+            sqnr_db = stats.formats[fmt].sqnr_db
+            if bracket and stats.kind == "weights" and layer in chosen and sqnr_db is not None:
                 ranked.append((sqnr_db, stats.module, layer))
         if not ranked:
-            return
+            continue
         ranked.sort()
         worst, name, layer = ranked[0]
         middle, _, _ = ranked[len(ranked) // 2]
@@ -120,11 +119,12 @@ def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterat
             f"{fmt} hurts the weight of expert {name} most: SQNR {worst:.1f} dB, of the middle one "
             f"of {len(ranked)} {middle:.1f} dB"
         )
-    yield (
-        "One expert of a stack cannot be left out alone. To leave out its layer, type "
-        f"precision.ignore_modules=[{','.join(layers)}]. numerics.every=<steps> shows by expert "
-        "which updates a format would swallow."
-    )
+    if layers:
+        yield (
+            "One expert of a stack cannot be left out alone. To leave out its layer, type "
+            f"precision.ignore_modules=[{','.join(layers)}]. numerics.every=<steps> shows by "
+            "expert which updates a format would swallow."
+        )
 
 
 def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:

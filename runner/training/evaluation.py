@@ -15,6 +15,7 @@ from runner.data.batch_layout import Batch
 from runner.data.sampling import batch_seed
 from runner.data.stream_loader import BatchLoader
 from runner.training.model_call import call_model
+from runner.training.parameter_groups import full_rate
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.step import join_batch
 from runner.training.tasks.task import Task
@@ -26,6 +27,9 @@ from runner.utils.stop_signals import until_interrupted
 
 _RANDOM_DEPTH = ("StochasticDepth", "DropPath")
 """Classes of torchvision and timm that leave out branches at random in training mode."""
+MIN_RATE_SHARE = 0.25
+"""Share of a group's full learning rate under which its parameters are not asked whether they move:
+at the end of a schedule, or the beginning of a warm-up, no format is to blame."""
 _SEED_USE = 2**16
 """Use of an evaluation's seed, see batch_seed: above those of loading processes."""
 
@@ -178,15 +182,23 @@ class Stagnation:
     In bfloat16 and float16 an update below half a unit in the last place of a weight is rounded
     away: training stalls although the gradients are not zero. An instance is made before a step
     and asked after it for the share of such elements. Meanwhile hooks on the parameters note which
-    elements have a gradient, because train_step drops the gradients.
+    elements have a gradient, because train_step drops the gradients. At the end of a schedule no
+    weight moves in any format, so that a step after a third of the run is watched, too.
 
     Args:
-        state: its trainable parameters of 2 bytes per element are compared.
+        state: its trainable parameters of 2 bytes per element are compared, where its precision
+            loses updates, of the groups whose learning rate is at least MIN_RATE_SHARE of the full
+            one.
     """
 
     def __init__(self, state: TrainState) -> None:
         self.strategy = state.strategy
-        self.params = [p for p in state.trainable_parameters if p.dtype.itemsize == 2]
+        self._earlier = state.stagnant_share
+        self.params = []
+        for group in chain(*(part.optimizer.param_groups for part in state.optimizers)):
+            has_rate = 0 < MIN_RATE_SHARE * full_rate(group) <= group["lr"]
+            if has_rate and state.precision.loses_updates:
+                self.params += [p for p in group["params"] if p.dtype.itemsize == 2]
         self._weights_before = [shard.clone() for shard in self._local_shards(self.params)]
         self._has_gradient: dict[int, Tensor] = {}  # bool masks by the parameter's id
         self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
@@ -205,10 +217,11 @@ class Stagnation:
     def _local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return self.strategy.local_shards([t.detach() for t in tensors])
 
-    def stagnant_share(self) -> float:
+    def stagnant_share(self) -> float | None:
         """Remove the hooks and return the share of the elements with a gradient that did not move.
 
-        The share is from 0 to 1, over all processes; 0 if no element had a gradient.
+        The share is from 0 to 1, over all processes; the state's earlier one if no element of the
+        compared parameters had a gradient.
         """
         self.close()
         weights = self._local_shards(self.params)
@@ -224,7 +237,7 @@ class Stagnation:
         if self.strategy.shards:
             counts = self.strategy.sum(torch.tensor([unchanged, with_gradient]))
             unchanged, with_gradient = counts.tolist()
-        return unchanged / with_gradient if with_gradient else 0.0
+        return unchanged / with_gradient if with_gradient else self._earlier
 
 
 def set_evaluation_mode(model: nn.Module, task: Task) -> None:

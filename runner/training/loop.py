@@ -123,10 +123,10 @@ def fit(  # noqa: PLR0913
             # Decided before the step: what an evaluation counts must be watched during the step.
             is_last = step >= last or perf_counter() >= deadline or should_finish()
             evaluates = is_last or is_evaluation_step(train, loader, step)
-            counter = Stagnation(state) if evaluates and state.precision.loses_updates else None
+            counter = Stagnation(state) if evaluates or step == last // 3 else None
             with step_context(step):
                 blocks.add(train_step(state, micros, sizes))
-            state.stagnant_share = None if counter is None else counter.stagnant_share()
+            state.stagnant_share = counter.stagnant_share() if counter else state.stagnant_share
             # All processes ask at the same points of the loop, so they agree, one question late.
             is_stopped = should_stop()
             # The caller acts on evaluations, checkpoints and the end, and needs every record by

@@ -299,6 +299,12 @@ def entry_options(node: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in _OWN_KEYS} for entry in entries]
 
 
+def full_rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of an optimizer's group of parameters that its schedule changes."""
+    # Schedules keep the rate that they begin from; one that goes up, the highest.
+    return group.get("max_lr") or group.get("initial_lr", group["lr"])
+
+
 def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
     """Return one line about the groups of parameters that settings made; empty without any."""
     tensors: dict[str, int] = {}
@@ -311,8 +317,7 @@ def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
             count = len(group["params"])
             every += count
             tensors[name] = tensors.get(name, 0) + count
-            # Schedules keep the rate that they begin from; one that goes up, the highest.
-            rates[name] = group.get("max_lr") or group.get("initial_lr", group["lr"])
+            rates[name] = full_rate(group)
             is_own = "weight_decay" in group.get("own_options", ())
             if is_own and group["weight_decay"] == 0:
                 exempt += count

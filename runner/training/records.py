@@ -94,8 +94,8 @@ class EvalRecord(NamedTuple):
         time_ms: when the evaluation ended, milliseconds since the epoch.
         epoch: passes over the data begun, from 1.
         metrics: by their names in the tracker, `val/...`.
-        stagnant_share: share of the parameter elements with a gradient that the last step did not
-            change; None where it was not counted.
+        stagnant_share: share of the parameter elements with a gradient that a step did not change,
+            the last in which they were counted; None before that.
     """
 
     step: int

@@ -95,8 +95,8 @@ class TrainState:
         position: examples of this pass that were taken, in all processes.
         skipped: skipped steps, as far as the records have arrived on the host.
         last_evaluation_step: the step after which the last evaluation ran; 0 before the first.
-        stagnant_share: the share of parameter elements that had a gradient and that the last step
-            did not change, see evaluation.Stagnation; None where it was not counted.
+        stagnant_share: the share of parameter elements that had a gradient and that a step did not
+            change, the last in which evaluation.Stagnation counted; None before that.
         term_names: of the values that the task returns beside its loss; None before a step.
         widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         loss_weights: of the losses that the model returns beside the task's, by their names.

@@ -27,9 +27,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of rounding to nearest: half the spacing at 1; 0 for
     integers."""
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return torch.finfo(dtype).eps / 2
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Return a complex tensor's real and imaginary parts, [..., 2]; any other tensor itself."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def memory_of(value: object) -> int:

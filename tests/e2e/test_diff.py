@@ -55,6 +55,29 @@ def test_experts_are_all_that_is_converted_at_a_later_step(main):
     assert done.rc == 0, done.stderr
 
 
+ZERO_HEAD = "mode=diff precision=bf16-mixed against=32-true model=vit data=digits tracking=none "
+SMALL_VIT = "train.batch_size=8 model.layers=1 model.heads=2 model.hidden_dim=16 model.mlp_dim=16"
+
+
+@pytest.mark.parametrize(
+    ("typed", "steps", "text"),
+    [
+        ("", [1, 2], "differ by rounding alone"),
+        ("diff.steps=[1]", [1], "differ by rounding alone in what was compared"),
+        ("train.max_steps=1", [1], "Not compared: the output of 1 of "),
+    ],
+)
+def test_a_later_step_compares_what_a_last_layer_of_zeros_hides(
+    main, tmp_path, result, typed, steps, text
+):
+    done = main(*ZERO_HEAD.split(), *SMALL_VIT.split(), *typed.split())
+    assert done.rc == 0, done.stderr
+    content, _ = report(tmp_path, result)
+    assert [step["step"] for step in content["steps"]] == steps
+    assert text in content["sentence"]
+    assert (len(steps) > 1) == ("step 2 is compared, too; not compared before: the" in done.stdout)
+
+
 def test_a_dump_is_compared_with_its_own_weights_and_batch_only(main, tmp_path, result):
     alone = ("tracking=none", "precision=32-true")
     diff(main, *alone, "diff.dump=true")

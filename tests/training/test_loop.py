@@ -386,9 +386,38 @@ def test_only_elements_with_a_gradient_count():
     assert not weight._post_accumulate_grad_hooks
 
 
+@pytest.mark.parametrize(
+    ("lr", "full", "share"),
+    [
+        (1e-9, {"initial_lr": 2e-9}, 1.0),
+        (1e-9, {"initial_lr": 1e-8}, None),
+        (1e-9, {"max_lr": 1e-8, "initial_lr": 1e-9}, None),
+        (0.0, {}, None),
+    ],
+)
+def test_a_rate_that_the_schedule_has_lowered_is_no_fault_of_the_format(lr, full, share):
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    state = small_state("bf16-true")
+    state.optimizers = [ScheduledOptimizer(torch.optim.SGD([{"params": [weight], **full}], lr=lr))]
+    watch = Stagnation(state)
+    weight.sum().backward()
+    assert watch.stagnant_share() == share
+
+
+@pytest.mark.parametrize(("lr", "low", "high"), [(1e-9, 0.8, 1.0), (0.1, 0.0, 0.2)])
+def test_weights_are_counted_before_a_schedule_ends(lr, low, high):
+    """A run with one evaluation, at its end, whose last steps have a rate of nearly 0."""
+    state = small_state("bf16-true")
+    optimizer = torch.optim.Adam(state.model.parameters(), lr=lr, eps=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
+    state.optimizers = [ScheduledOptimizer(optimizer, schedule)]
+    (record,) = evaluations(run(state, max_steps=9, eval_every=9)[0])
+    assert low <= record.stagnant_share <= high
+
+
 def test_float32_islands_do_not_count():
     state = small_state("bf16-true", lr=1e-9, keep_fp32=["0", "1", "3"])
-    assert evaluations(run(state, epochs=1)[0])[0].stagnant_share == 0.0
+    assert evaluations(run(state, epochs=1)[0])[0].stagnant_share is None
 
 
 def test_a_stop_leaves_no_hook():

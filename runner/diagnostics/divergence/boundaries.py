@@ -85,7 +85,7 @@ class Visitor(ABC):
             boundary: where.
             owner: name of the module whose own code computed the tensor; its caller for an input.
             user: name of the module whose own code takes it.
-            tensor: floating, integer or boolean.
+            tensor: floating, complex, integer or boolean.
         """
 
     @abstractmethod
@@ -270,8 +270,5 @@ _DIM_ARGUMENT = {"topk": 1, "sort": 0}
 
 
 def _is_compared(leaf: object) -> bool:
-    """Return whether a value is a tensor that was computed, and no parameter; complex ones cannot
-    be compared."""
-    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-        return False
-    return not leaf.is_complex()
+    """Return whether a value is a tensor that was computed, and no parameter."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)

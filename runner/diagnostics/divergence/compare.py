@@ -1,5 +1,6 @@
 """Compare two executions of one model on one batch, module by module."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,8 +67,10 @@ class BatchComparison:
     Attributes:
         rows: a row for every module that computes something, in the order of the forward.
         losses: of the reference, and of the other execution.
-        output_error: largest relative error of the model's outputs in a free execution.
-        gradient_error: relative error of all parameters' gradients together, in a free execution.
+        output_error: largest relative error of the model's outputs in a free execution; NaN where
+            all are 0 in both.
+        gradient_error: relative error of all parameters' gradients together, in a free execution;
+            NaN likewise.
         outputs: what the model returned in each; None where it is no floating tensor.
         scale: loss scale of the other execution.
         is_exact: whether both computed the same bits when they ran freely.
@@ -185,7 +188,7 @@ def compare_batch(
             break
     rows = _with_operation(rows, (reference_execution, execution), reference, (first, second))
     outputs = arrival.outputs
-    output_errors = [free.forward[b].relative for b in outputs if b in free.forward]
+    output_errors = [free.forward[b] for b in outputs if b in free.forward]
     # In the order of the reference.
     counts = Counter(module for module, _ in arrival.calls)
     expected = Counter(module for module, _ in reference.generators)
@@ -194,7 +197,7 @@ def compare_batch(
     return BatchComparison(
         rows,
         (reference.loss, loss),
-        max(output_errors, default=0.0),
+        max((one.relative for one in output_errors if one.norm or one.error), default=math.nan),
         _joined_error([*free.gradients.values()]),
         _logits(reference, outputs),
         execution.scale,
@@ -324,7 +327,7 @@ def _joined_error(errors: Sequence[TensorError]) -> float:
     """Return the relative error of several tensors taken as one."""
     error = sum(one.error**2 for one in errors) ** 0.5
     norm = sum(one.norm**2 for one in errors) ** 0.5
-    return error / norm if norm else 0.0
+    return error / norm if norm else math.nan
 
 
 def _logits(

@@ -26,6 +26,8 @@ MIN_SUBNORMAL_SHARE = 0.01
 as the cause."""
 FORMAT = 1
 """Version of diff.json."""
+_COUNTS = ("nonfinite", "flushed", "subnormal", "different", "elements")
+"""Of a TensorError, as diff.json has them."""
 _LISTED = 4
 """Names that a sentence lists; the others are counted."""
 
@@ -61,9 +63,14 @@ class DivergenceReport:
 
     @property
     def chosen(self) -> StepComparison:
-        """Return the first step in which the executions part, else the first step."""
+        """Return the first step in which the executions part; else the first that compares the most
+        modules, of those in which they differ, if any."""
+
+        def rank(step: StepComparison) -> tuple[bool, int]:
+            return step.batch.is_exact, sum(bool(row.uncompared) for row in step.batch.rows)
+
         parted = (step for step in self.steps if first_divergence(step.batch.rows))
-        return next(parted, self.steps[0])
+        return next(parted, min(self.steps, key=rank))
 
     @property
     def divergence(self) -> Divergence | None:
@@ -74,7 +81,10 @@ class DivergenceReport:
     def sentence(self) -> str:
         """Return the sentence that says what was found."""
         batch = self.chosen.batch
-        text = describe_divergence(batch, self.name, self.against) + _remarks(batch)
+        missing = describe_uncompared(self.steps)
+        text = describe_divergence(batch, self.name, self.against, missing) + _remarks(batch)
+        if missing:
+            text += f" Not compared: {missing}. A later step may show it: type diff.steps=[100]."
         if len(self.steps) == 1:
             return text
         if self.divergence is None:
@@ -104,14 +114,6 @@ def _remarks(batch: BatchComparison) -> str:
             f" Both have other weights in {count} {'module' if count == 1 else 'modules'}, so that "
             f"errors there are no bug of their code: {first_names(names, _LISTED)}."
         )
-    reshaped = [
-        f"`{row.module}`"
-        for row in batch.rows
-        if row.added and row.added.found.other_shape and not row.added.is_unexplained
-    ]
-    if reshaped:
-        modules = first_names(reshaped, _LISTED)
-        text += f" Not compared, for rounding gives them other shapes: {modules}."
     return text
 
 
@@ -131,7 +133,7 @@ def metrics(step: StepComparison) -> dict[str, float]:
     if step.log_probabilities is not None:
         values["diff/log_probability_rms"] = step.log_probabilities.rms
         values["diff/argmax_changed"] = step.log_probabilities.changed
-    return values
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
@@ -141,6 +143,28 @@ def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
         for row in rows
         if any(added and added.is_unexplained for added in (row.added, row.gradient_added))
     ]
+
+
+def uncompared(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
+    """Return the modules whose "output", and those whose "backward", no step compares."""
+    left = {}
+    for what in ("output", "backward"):
+        by_step = [[row.module for row in s.batch.rows if what in row.uncompared] for s in steps]
+        # In the order of the forward.
+        left[what] = [name for name in by_step[0] if all(name in names for names in by_step)]
+    return left
+
+
+def describe_uncompared(steps: Sequence[StepComparison]) -> str:
+    """Return what no step compares as a clause; empty where there is nothing."""
+    rows = steps[0].batch.rows
+    parts = []
+    for what, names in uncompared(steps).items():
+        if names:
+            listed = first_names([f"`{name}`" for name in names], _LISTED)
+            parts.append(f"the {what} of {len(names)} of {len(rows)} modules ({listed})")
+    reason = ", where all is 0 or not finite in the reference, or of another shape by rounding"
+    return " and ".join(parts) + reason * bool(parts)
 
 
 def write_json_report(report: DivergenceReport, path: Path) -> None:
@@ -162,6 +186,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
                 "gradient_arrived": _number(row.gradient_arrived),
                 "added": _error_record(row.added),
                 "gradient_added": _error_record(row.gradient_added),
+                "uncompared": sorted(row.uncompared),
             }
             modules.append(record)
         numbers = {name: _number(value) for name, value in metrics(step).items()}
@@ -194,11 +219,7 @@ def _error_record(added: AddedError | None) -> dict[str, Any] | None:
         "ratio": _number(added.ratio),
         "ulps": _number(added.ulps),
         "sqnr_db": _number(found.sqnr_db),
-        "nonfinite": found.nonfinite,
-        "flushed": found.flushed,
-        "subnormal": found.subnormal,
-        "different": found.different,
-        "elements": found.elements,
+        **{name: getattr(found, name) for name in _COUNTS},
         "unexplained": added.is_unexplained,
     }
 
@@ -208,19 +229,21 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe_divergence(batch: BatchComparison, name: str, against: str) -> str:
+def describe_divergence(batch: BatchComparison, name: str, against: str, missing: str) -> str:
     """Return the sentence that a report begins with.
 
     Args:
         batch: two executions on one batch.
         name: label of the execution.
         against: label of the reference.
+        missing: what was not compared, as a clause; empty for nothing.
     """
     first = first_divergence(batch.rows)
+    extent = " in what was compared" if missing else ""
     if batch.is_exact:
-        return f"{name} and {against} agree in every bit."
+        return f"{name} and {against} agree in every bit{extent}."
     if first is None:
-        return _agreement(batch, name, against)
+        return _agreement(batch, name, against, extent)
     row = first.row
     # A fault in one expert is named by it; one in all of them is the layer's.
     expert = "".join(row.experts) if len(row.experts) == 1 else ""
@@ -271,7 +294,7 @@ def describe_cause(added: AddedError) -> str:
     return text + place
 
 
-def _agreement(batch: BatchComparison, name: str, against: str) -> str:
+def _agreement(batch: BatchComparison, name: str, against: str, extent: str) -> str:
     """Return the sentence of two executions that differ by no more than rounding."""
     rows = batch.rows
     forward = [
@@ -294,7 +317,8 @@ def _agreement(batch: BatchComparison, name: str, against: str) -> str:
             "rounding can explain."
         )
     text = (
-        f"{name} and {against} differ by rounding alone: no module adds more than rounding explains"
+        f"{name} and {against} differ by rounding alone{extent}: no module adds more than rounding "
+        "explains"
     )
     # The share of changed choices would read like a large error.
     numbers = [pair for pair in forward if not pair[0].found.is_discrete]
@@ -308,6 +332,8 @@ def _agreement(batch: BatchComparison, name: str, against: str) -> str:
 
 def format_relative(value: float) -> str:
     """Return a relative error in percent, or as a power of ten below 0.01 %."""
+    if math.isnan(value):
+        return "nothing that could be compared: all is 0"
     if math.isinf(value):
         return "more than its size"
     if value == 0:

@@ -17,7 +17,7 @@ from runner.diagnostics.divergence.boundaries import Boundary
 from runner.diagnostics.divergence.reference import NarrowCode, Reference
 from runner.utils.errors import ConfigError
 from runner.utils.files import check_version
-from runner.utils.tensors import dtype_name
+from runner.utils.tensors import dtype_name, real_view
 
 _FORMAT_FAMILY = "runner-diff-"
 VERSION = "2"
@@ -203,7 +203,7 @@ def weights_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
-        digest.update(_bytes(parameter.detach().float()))
+        digest.update(_bytes(real_view(parameter.detach()).float()))
     return digest.hexdigest()
 
 

@@ -42,6 +42,8 @@ class AddedError:
         dtype: name of the dtype that the tensor has in the other execution.
         position: number of the tensor's boundary in the order of the forward.
         limit: error of many elements that rounding explains, as a multiple of `expected`.
+        is_state: whether the tensor is a buffer or the gradient of a parameter, and crosses no
+            module's boundary.
         operation: name of the function in which the module's code goes wrong first; empty where
             that was not looked for or found.
         is_known_sum: whether KNOWN_SUM holds of it, so that its error is none of the model's code.
@@ -53,8 +55,15 @@ class AddedError:
     dtype: str
     position: int
     limit: float = LARGEST_EXPLAINED
+    is_state: bool = False
     operation: str = ""
     is_known_sum: bool = False
+
+    @property
+    def is_compared(self) -> bool:
+        """Return whether the tensor shows anything of the code that computes it: not where each
+        element is 0 or not finite in the reference, or where rounding gives it another shape."""
+        return self.is_unexplained or (self.found.norm > 0 and not self.found.other_shape)
 
     @property
     def ratio(self) -> float:
@@ -186,6 +195,8 @@ class ModuleErrors:
             does not explain, else the one with the largest error; None where it computes none.
         gradient_added: of the gradients that it computes the same, in the order of the backward.
         experts: numbers of the experts with gradients that rounding does not explain, as "[3]".
+        uncompared: "output" where none of the tensors that it computes is compared; "backward"
+            where the gradient of one of its inputs is not, or no parameter's.
     """
 
     module: str
@@ -195,6 +206,7 @@ class ModuleErrors:
     added: AddedError | None = None
     gradient_added: AddedError | None = None
     experts: set[str] = field(default_factory=set)
+    uncompared: set[str] = field(default_factory=set)
 
 
 def module_errors(
@@ -217,16 +229,29 @@ def module_errors(
         if boundary.side == "out" and boundary.call == 0 and boundary.module in rows:
             row = rows[boundary.module]
             row.gradient_arrived = max(row.gradient_arrived, error.relative)
-    for name, one in _forward_errors(network, added, explained):
-        if name in rows:
-            rows[name].added = _worse(rows[name].added, one, -1)
-    for name, one in _backward_errors(network, added, explained):
-        if name in rows:
-            rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
-            _, bracket, number = one.tensor.rpartition("[")
-            if bracket and one.is_unexplained:
-                rows[name].experts.add(bracket + number)
+    forward = [each for each in _forward_errors(network, added, explained) if each[0] in rows]
+    for name, one in forward:
+        rows[name].added = _worse(rows[name].added, one, -1)
+    backward = [each for each in _backward_errors(network, added, explained) if each[0] in rows]
+    for name, one in backward:
+        rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
+        _, bracket, number = one.tensor.rpartition("[")
+        if bracket and one.is_unexplained:
+            rows[name].experts.add(bracket + number)
+    # Buffers, as the counter of a batch norm, say nothing of the output beside them; an attention
+    # mask of zeros is usual beside other tensors, and a gradient of zeros is not.
+    for name in _uncompared(forward, is_state=False):
+        rows[name].uncompared.add("output")
+    stopped = {name for name, one in backward if not (one.is_state or one.is_compared)}
+    for name in stopped | _uncompared(backward, is_state=True):
+        rows[name].uncompared.add("backward")
     return [row for row in rows.values() if row.added or row.gradient_added]
+
+
+def _uncompared(errors: Sequence[tuple[str, AddedError]], is_state: bool) -> set[str]:
+    """Return the modules that have state, or other tensors, and none that is compared."""
+    chosen = [(name, one.is_compared) for name, one in errors if one.is_state is is_state]
+    return {name for name, _ in chosen} - {name for name, is_compared in chosen if is_compared}
 
 
 def _worse(one: AddedError | None, other: AddedError, direction: int) -> AddedError:
@@ -282,7 +307,8 @@ def _forward_errors(
             roundoff = max(roundoffs.code[module], roundoff)
             expected = with_rounding(expected, roundoff, network.widths[module])
         position = positions.get(Boundary(module, 0, "out", 0), 0)
-        yield module, AddedError(name, error, expected, dtype, position, network.limit(module))
+        limit = network.limit(module)
+        yield module, AddedError(name, error, expected, dtype, position, limit, True)
 
 
 def _backward_errors(
@@ -322,7 +348,7 @@ def _backward_errors(
         chosen_by = {"LayerNorm": taken, "Embedding": dtype}.get(network.kinds.get(module, ""))
         is_known = network.is_on_cpu and module in network.layers and chosen_by == "bfloat16"
         position = outputs.get(module, 0)
-        yield module, AddedError(name, error, expected, dtype, position, limit, "", is_known)
+        yield module, AddedError(name, error, expected, dtype, position, limit, True, "", is_known)
 
 
 def _relative(error: TensorError | None) -> float:

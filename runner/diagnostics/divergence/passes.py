@@ -397,4 +397,4 @@ def _is_comparable(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have one shape and hold numbers of one kind, as those of a module
     that was converted may not."""
     is_same_kind = tensor.is_floating_point() == other.is_floating_point()
-    return tensor.shape == other.shape and is_same_kind and not tensor.is_complex()
+    return tensor.shape == other.shape and is_same_kind

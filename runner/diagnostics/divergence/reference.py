@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runner.diagnostics.divergence.boundaries import Boundary, Visitor
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, norm_of
+from runner.utils.tensors import unit_roundoff
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""
@@ -38,15 +39,16 @@ class NarrowCode:
         """Note a function's call."""
         if name in _CASTS:
             return
+        leaves = tree_leaves(arguments)
+        dtypes = {t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        # A view only has the dtype of what it is of.
-        if not any(t.dtype is self.dtype and not t._is_view() for t in results):
+        # A view only has the dtype of what it is of; that of a grouped product is of no operand.
+        passes_on = self.dtype in dtypes
+        if not any(t.dtype is self.dtype and not (t._is_view() and passes_on) for t in results):
             return
         self.computing.add(module)
-        leaves = tree_leaves(arguments)
         # With a dtype among its arguments the code itself asked for it.
         asked = any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        dtypes = {t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
         if not asked and dtypes - {self.dtype}:
             self.by_autocast.add(module)
 
@@ -101,7 +103,7 @@ class Reference:
 
     def no_error(self, tensor: Tensor) -> TensorError:
         """Return the error of what equals one of the reference's own tensors."""
-        is_discrete = not tensor.is_floating_point()
+        is_discrete = not unit_roundoff(tensor.dtype)
         return TensorError(0.0, self.norm(tensor), elements=tensor.numel(), is_discrete=is_discrete)
 
     def error(
@@ -226,7 +228,7 @@ def unscaled(gradient: Tensor, scale: float) -> Tensor:
     """Return a gradient divided by the loss scale; in float32 at least, where that changes it."""
     if scale == 1.0:
         return gradient.detach()
-    wide = gradient if gradient.dtype is torch.float64 else gradient.float()
+    wide = gradient.float() if gradient.itemsize < 4 else gradient
     return wide.detach() / scale
 
 

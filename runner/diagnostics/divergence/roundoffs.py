@@ -21,7 +21,7 @@ from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.state import TrainState
-from runner.utils.tensors import unit_roundoff
+from runner.utils.tensors import real_view, unit_roundoff
 
 SEED = 2**40 + 1
 """Of the generator that draws the perturbations."""
@@ -208,6 +208,8 @@ class Perturber:
 
     def perturbed(self, tensor: Tensor, roundoff: float) -> Tensor:
         """Return tensor * (1 + r), r random and uniform in [-roundoff, roundoff]."""
+        if tensor.is_complex():
+            return torch.view_as_complex(self.perturbed(real_view(tensor), roundoff))
         if not (roundoff and tensor.is_floating_point()):
             return tensor
         # In float32 at least: a narrow reference would round the change away.
@@ -234,7 +236,7 @@ class Perturber:
                 # A tied parameter belongs to several modules, and is changed once.
                 code = self.code_roundoff(name or ROOT)
                 roundoffs[parameter] = max(code, roundoffs[parameter])
-        changed = {p: r for p, r in roundoffs.items() if p.is_floating_point() and r}
+        changed = {p: r for p, r in roundoffs.items() if unit_roundoff(p.dtype) and r}
         before = {parameter: parameter.detach().clone() for parameter in changed}
         for parameter, roundoff in changed.items():
             parameter.data.copy_(self.perturbed(parameter.detach(), roundoff))

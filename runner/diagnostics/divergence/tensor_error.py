@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.training.tasks.task import Task
+from runner.utils.tensors import real_view
 
 _Key = TypeVar("_Key")
 
@@ -62,8 +63,9 @@ class TensorError(NamedTuple):
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Return the 2-norm of a floating tensor, and the number of elements of another; the host waits
-    for the device."""
+    """Return the 2-norm of a floating or complex tensor, and the number of elements of another; the
+    host waits for the device."""
+    tensor = real_view(tensor)
     if not tensor.is_floating_point():
         return float(tensor.numel())
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
@@ -80,12 +82,14 @@ def measure_error(
     """Return the error of a tensor; the host waits for the device.
 
     Args:
-        tensor: floating, integer or boolean, any shape.
+        tensor: floating, complex, integer or boolean, any shape. The real and the imaginary part of
+            a complex number are compared as two elements.
         reference: what it is compared with.
         scale: what the tensor is divided by first, as a loss scale.
         counts: whether elements are counted that differ or become zero, and the peak is found.
         norm: of the reference; None computes it.
     """
+    tensor, reference = real_view(tensor), real_view(reference)
     elements = tensor.numel()
     if tensor.shape != reference.shape:
         return TensorError(math.inf, 1.0, elements=elements, other_shape=True, peak=1.0)

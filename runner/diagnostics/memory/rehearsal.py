@@ -72,11 +72,10 @@ class Rehearsal:
             set_training(state.model)
             with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
-                watch = Stagnation(state) if precision.loses_updates else None
+                watch = Stagnation(state)
                 state.set_update_hook(tracker.begin_update)
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
-                if watch is not None:
-                    watch.close()
+                watch.close()
                 # Its copies of the weights are freed before the evaluation.
                 del watch
                 self._evaluate(*batches[0])

@@ -27,6 +27,7 @@ from runner.precision.emulation.formats import (
     round_to_format,
 )
 from runner.precision.layers.expert_weight import ExpertWeight
+from runner.utils.tensors import real_view
 
 MAX_SAMPLE_ELEMENTS = 2**14
 """Elements of a tensor that are measured at most."""
@@ -139,10 +140,7 @@ def take_sample(tensor: Tensor, masked: bool = False, most: int = MAX_SAMPLE_ELE
             mask, which every format can hold: they are counted as zeros.
         most: elements that are copied at most.
     """
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.reshape(-1)
+    flat = real_view(tensor.detach()).reshape(-1)
     stride = -(-flat.numel() // most)
     # Without a common factor with the number of elements, so that it falls on every channel.
     while math.gcd(stride, flat.numel()) > 1:

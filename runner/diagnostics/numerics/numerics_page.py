@@ -22,7 +22,7 @@ from runner.diagnostics.numerics.results import (
     suitable_range,
 )
 from runner.precision.emulation.formats import FORMATS
-from runner.utils.formatting import format_share
+from runner.utils.formatting import first_names, format_share
 from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, to_html
 from runner.utils.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
@@ -42,7 +42,7 @@ MIN_COLOURED_SHARE = 1e-5
 
 
 def numerics_summary(numerics: Numerics) -> str:
-    """Return what each format lacks, a line for each."""
+    """Return what each format lacks, a line for each, and what was not judged."""
     return "\n".join(f"  {fmt}: {verdict}" for fmt, verdict in _verdicts(numerics))
 
 
@@ -54,6 +54,8 @@ def _verdicts(numerics: Numerics) -> Iterator[tuple[str, str]]:
         for module, kind, what, value in (numerics.reasons(fmt) or numerics.worst(fmt))[:1]:
             verdict += f" (most: {format_share(value)} {what} in the {kind} of {module})"
         yield fmt, verdict
+    for kind, names in numerics.unjudged().items():
+        yield "not judged, for all are 0", f"{kind} of {first_names(names, 4)}"
 
 
 def format_verdict(numerics: Numerics, fmt: str) -> str:
@@ -142,6 +144,8 @@ def loss_scale_sentence(numerics: Numerics) -> str:
     fit = "do not fit" if lacks == "range" else "fit"
     begun = f"Gradients in float16: with the loss scale in force ({in_force}) they {fit}."
     scales = loss_scales(numerics)
+    if scales is None and lacks == "none":
+        return "No gradient other than 0 was measured, so that no loss scale can be judged."
     if scales is None:
         return f"{begun} No loss scale makes all of them fit."
     text = f"{begun} Loss scales from {scales.least:g} to {scales.greatest:g} make them fit"

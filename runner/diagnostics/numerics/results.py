@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from runner.precision.emulation.formats import FLOAT16, FORMATS
 from runner.utils.errors import ConfigError
 from runner.utils.files import read_json, write_text
+from runner.utils.formatting import grouped
 from runner.utils.layout import NUMERICS
 
 KINDS = ("activations", "weights", "gradients", "updates")
@@ -216,15 +217,25 @@ class Numerics:
             return "range"
         return "precision" if "precision" in lacks else "none"
 
+    def unjudged(self) -> dict[str, list[str]]:
+        """Return by kind the modules all of whose measured numbers are 0; not of updates, for those
+        of 0 may be swallowed ones."""
+        is_judged: dict[tuple[str, str], bool] = defaultdict(bool)
+        for stats in (stats for snapshot in self.probes for stats in snapshot.measured):
+            is_judged[stats.kind, stats.module] |= stats.largest != 0 or stats.kind == "updates"
+        return grouped(key for key, judged in is_judged.items() if not judged)
+
     def _mean_losses(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
-        """Return the mean loss of each module and kind over the snapshots."""
+        """Return the mean loss of each module and kind over the snapshots that have values."""
         rows: dict[tuple[str, str], list[QuantizationLoss]] = defaultdict(list)
         for snapshot in self.probes:
             for stats in snapshot.measured:
                 if fmt not in stats.formats:
                     known = ", ".join(stats.formats)
                     raise ValueError(f"{fmt} was not measured. Known: {known}.")
-                rows[stats.module, stats.kind].append(self.quantization_loss(stats, fmt))
+                # No format loses anything of zeros, which would hide what it loses of others.
+                if stats.largest != 0 or stats.kind == "updates":
+                    rows[stats.module, stats.kind].append(self.quantization_loss(stats, fmt))
         return {key: _mean(losses) for key, losses in rows.items()}
 
     def quantization_loss(self, stats: TensorStats, fmt: str) -> QuantizationLoss:
@@ -310,15 +321,15 @@ def loss_scales(numerics: Numerics) -> LossScaleRange | None:
     own scale is divided out.
 
     Returns:
-        Their range; None where no scale would do.
+        Their range; None where no scale would do, or no gradient is other than 0.
     """
     modules: dict[str, list[tuple[TensorStats, float]]] = defaultdict(list)
     for snapshot in numerics.probes:
         for stats in snapshot.measured:
-            if stats.kind == "gradients":
+            if stats.kind == "gradients" and stats.largest != 0:
                 modules[stats.module].append((stats, snapshot.loss_scale or 1.0))
     fits = [k for k in _SCALE_EXPONENTS if all(_fits(found, k) for found in modules.values())]
-    if not fits:
+    if not (fits and modules):
         return None
     return LossScaleRange(2.0 ** fits[0], 2.0 ** fits[-1])
 

@@ -66,7 +66,7 @@ def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
         numbers: measured in a run with float32.
         precision: narrower than float32.
     """
-    finding = f"in every module {FLOAT32}'s numbers fit its formats"
+    finding = f"in every module {FLOAT32}'s numbers other than 0 fit its formats"
     for fmt, kinds in precision.formats:
         shortage = numbers.sensitivity(fmt, kinds)
         if shortage != "none":

@@ -39,10 +39,12 @@ class Finding(NamedTuple):
     Attributes:
         key: the setting that decides about it, `guard.<key>`.
         description: a sentence without a full stop that names the step and the value.
+        step: of the record.
     """
 
     key: str
     description: str
+    step: int = 0
 
 
 @dataclass(eq=False)
@@ -61,7 +63,6 @@ class Guard(RunCallback):
     Attributes:
         finding: the finding that stops the run; None while there is none.
         stop_reason: the text for the user about that finding.
-        stopped_step: the step whose numbers stop the run; None while there is none.
     """
 
     key = "guard"
@@ -75,10 +76,15 @@ class Guard(RunCallback):
 
     def __post_init__(self) -> None:
         self.finding: Finding | None = None
-        self.stopped_step: int | None = None
         self._warned_keys: set[str] = set()
         self._overflows_in_a_row = 0
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW_STEPS)
+        self._first_loss = 0.0
+
+    @property
+    def stopped_step(self) -> int | None:
+        """Return the step whose numbers stop the run; None while there is none."""
+        return self.finding.step if self.finding else None
 
     @property
     def weights_are_good(self) -> bool:
@@ -92,7 +98,6 @@ class Guard(RunCallback):
                 self._act(finding, record)
                 # What follows the first bad step is a consequence of it.
                 if self.finding is not None:
-                    self.stopped_step = record.step
                     return
 
     def _findings(self, record: StepRecord) -> Iterator[Finding]:
@@ -120,18 +125,22 @@ class Guard(RunCallback):
                 description = f"the loss leapt to {loss:.4g} at step {step}"
                 ratio = loss / median(self._losses)
                 yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
+            self._first_loss = self._first_loss or loss
             self._losses.append(loss)
 
     def _is_spike(self, loss: float) -> bool:
-        """Return whether a loss is far above its running median and its recent maximum."""
+        """Return whether a loss is far above its running median and its recent maximum, and half of
+        the way back to the run's first loss or further."""
         recent = self._losses
         # The comparison with the last loss follows from the one with the maximum. It comes first
         # because it spares most steps the search of the window. The maximum keeps a loss that has
         # always been noisy from being reported.
         if len(recent) < MIN_SPIKE_STEPS or loss <= 2 * recent[-1] or loss <= 2 * max(recent):
             return False
-        # A median of 0 or below is no scale that a factor could be applied to.
-        return loss > self.spec.guard.spike_factor * median(recent) > 0
+        # A median of 0 or below is no scale that a factor could be applied to, and near 0 a loss is
+        # many times its median for one example of a batch: the training has lost nothing by it.
+        usual, first = median(recent), self._first_loss
+        return loss > self.spec.guard.spike_factor * usual > 0 and loss >= (first + usual) / 2
 
     def _act(self, finding: Finding, record: StepRecord) -> None:
         key = finding.key
@@ -146,7 +155,7 @@ class Guard(RunCallback):
         samples = self.save_samples(record, finding.description)
         message = f"{finding.description}.\n{advice}.\n{samples}"
         if action == "stop":
-            self.finding = finding
+            self.finding = finding._replace(step=record.step)
             self.stop_reason = f"guard.{key}: {message}"
         else:
             self._warn_once(key, message)
@@ -156,8 +165,8 @@ class Guard(RunCallback):
         if share is not None and share > MAX_STAGNANT_SHARE:
             self._warn_once(
                 "stagnant",
-                f"{share:.0%} of the parameter elements with a gradient did not move at "
-                f"step {record.step}: the update is under half a unit in the last place of "
+                f"{share:.0%} of the parameter elements with a gradient did not move in a step "
+                f"up to step {record.step}: the update is under half a unit in the last place of "
                 f"precision={self.precision.name}. Type {self.precision.update_remedy}a larger "
                 "optimizer.lr, or a -mixed precision.",
             )
@@ -167,12 +176,14 @@ class Guard(RunCallback):
             "said": sorted(self._warned_keys),
             "overflows": self._overflows_in_a_row,
             "losses": list(self._losses),
+            "first_loss": self._first_loss,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._warned_keys.update(state.get("said", ()))
         self._overflows_in_a_row = state.get("overflows", 0)
         self._losses.extend(state.get("losses", ()))
+        self._first_loss = state.get("first_loss", 0.0)
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned_keys:

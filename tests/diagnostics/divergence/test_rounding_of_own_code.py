@@ -5,6 +5,7 @@ import torch
 from compared_models import compare, sentence
 from torch import nn
 
+from models.mixture import Experts
 from runner.diagnostics.divergence.findings import first_divergence
 from runner.training.tasks.classification import Classification
 
@@ -106,7 +107,25 @@ class Masking(nn.Module):
         return self.head(self.masked(scores, mask)).mean(1)
 
 
+class Routed(nn.Module):
+    """Float32 goes in and comes out; autocast rounds the grouped products between, whose kernel
+    returns views."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts(4, 32, 64)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = x.to(self.head.weight.dtype)
+        chosen = torch.arange(len(x))[:, None] % 4
+        return self.head(self.experts(x, chosen, torch.ones_like(x[:, :1])))
+
+
 INPUTS = {
+    Routed: lambda: torch.randn(64, 32),
     Casting: lambda: torch.randint(50, (16, 12)),
     Masking: lambda: torch.randn(4, 16, 32),
     Embedder: lambda: torch.randint(50, (16, 12)),

@@ -1,9 +1,10 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from runner.diagnostics.numerics import Numerics, read
+from runner.diagnostics.numerics import Numerics, loss_scales, read
+from runner.diagnostics.numerics.numerics_page import loss_scale_sentence, numerics_summary
 from runner.diagnostics.numerics.results import NumericsSnapshot, QuantizationLoss, TensorStats
 from runner.precision.emulation.formats import FORMATS
 from runner.utils.errors import ConfigError
@@ -29,6 +30,34 @@ def numerics(*looks, compute="float32"):
 
 def verdict(*parts, **more):
     return numerics(parts, **more).sensitivity("float16")
+
+
+def zeros(module="head", kind="gradients", **shares):
+    return replace(measured(module, kind, **shares), zeros=1.0, largest=0.0, exponents={})
+
+
+def test_zeros_hide_nothing_and_are_named():
+    """As the gradients behind a last layer of zeros, in the first of two looks."""
+    one = numerics(
+        [zeros(), zeros("a"), measured("a")],
+        [measured(kind="gradients", underflow=0.06), zeros("a"), measured("a")],
+    )
+    # The mean of 0.06 and of zeros would be below the limit.
+    assert one.sensitivity("float16") == "range"
+    assert one.unjudged() == {"gradients": ["a"]}
+    assert "  not judged, for all are 0: gradients of a" in numerics_summary(one).splitlines()
+
+
+def test_a_stalled_module_is_no_module_of_zeros():
+    one = numerics([zeros(kind="updates", swallowed=1.0)])
+    assert one.sensitivity("bfloat16") == "precision"
+    assert one.unjudged() == {}
+
+
+def test_gradients_of_zero_say_nothing_of_loss_scales():
+    one = numerics([zeros(), measured()])
+    assert loss_scales(one) is None
+    assert "no loss scale can be judged" in loss_scale_sentence(one)
 
 
 def test_a_written_file_is_read_back(tmp_path):

@@ -166,11 +166,26 @@ def test_a_spike_is_reported_against_the_running_median(messages, step):
         [0.01, 0.01, 0.01, 0.2] * 10 + [0.3],  # as noisy as ever
         [-1.0] * MIN_SPIKE_STEPS + [99.0],  # a loss without a scale of its own
         [0.0] * MIN_SPIKE_STEPS + [0.1],
+        [2.3, 0.5, *[0.001] * MIN_SPIKE_STEPS, 0.048, 0.4],  # near 0: one example of a batch
+        [-5.0, *[0.01] * MIN_SPIKE_STEPS, -0.2],
     ],
 )
 def test_a_loss_that_is_usual_early_or_without_scale_is_no_spike(messages, step, values):
     make_guard(messages).on_steps(losses(step, values), None)
     assert messages == []
+
+
+def test_a_loss_that_returns_half_of_the_way_to_the_first_one_is_a_spike(messages, step):
+    curve = losses(step, [2.3, *[0.001] * 99, 1.2])
+    before = make_guard(messages, "32-true")
+    before.on_steps(curve[:-1], None)
+    # The first loss is long out of the window, and stays known after a resume.
+    guard = make_guard(messages, "32-true")
+    guard.load_state_dict(before.state_dict())
+    guard.on_steps(losses(step, [0.048]), None)
+    assert messages == []
+    guard.on_steps(curve[-1:], None)
+    assert "leapt to 1.2" in messages[0]
 
 
 def test_a_spike_can_stop_and_its_factor_be_chosen(messages, step):
