@@ -78,6 +78,8 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
         replaced.add("cuda_casts")
     if precision.compute is not precision.storage:
         replaced.add("grouped_casts")
+    if replaced or _has_hooked_encoder(model):
+        replaced.add("calls_parts")
     if emulates and precision.compute is torch.float32:
         # torch's own switch is off: the emulation rounds the operands, and sums are float32.
         matmul = "highest"
@@ -94,6 +96,31 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
     return Switches(matmul, precision.reduced_precision_reduction, replaced, concerning, kernels)
 
 
+def _has_hooked_encoder(model: nn.Module) -> bool:
+    """Return whether an encoder of torch.nn has a part with a hook, as converted and adapted layers
+    and those of keep_fp32 have."""
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    parts = [part for encoder in encoders for part in encoder.modules()]
+    return any(part._forward_pre_hooks or part._forward_hooks for part in parts)
+
+
+@contextmanager
+def called_parts() -> Iterator[None]:
+    """Have the encoders and the attention of torch.nn call their parts in evaluation, as in
+    training, while the context is open.
+
+    Their fused kernels read the parts' weights, and know no autocast on a CPU; torch leaves them
+    out under CUDA's, and where a part has a hook. But of padded inputs an encoder makes nested
+    tensors for them all the same, with which its parts cannot compute.
+    """
+    fuses = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fuses)
+
+
 @contextmanager
 def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
     """Return the context in which switches are set."""
@@ -105,6 +132,8 @@ def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
                 stack.enter_context(float32_accumulate(key))
             elif key == "tf32":
                 stack.enter_context(tf32_products(model))
+            elif key == "calls_parts":
+                stack.enter_context(called_parts())
             else:
                 stack.enter_context(cuda_casts() if key == "cuda_casts" else grouped_casts())
         yield

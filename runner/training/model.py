@@ -250,7 +250,14 @@ def _load_plain_weights(
     adapter.split_experts(model, saved.content.get("experts", {}))
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)
-    adapter.merge(model)
+    beside = adapter.merge(model)
+    if beside and saved.source:
+        raise ConfigError(
+            f"init.weights={saved.path} has additions to {first_names(beside, 4)}, whose weight is "
+            "derived in each forward from parameters that cannot give the sum, as a spectral "
+            "norm's. Continue that run, whose adapter keeps them, by checkpoint.resume=<its folder> "
+            "train.max_steps=<more steps>, or train one whose adapter.modules leaves them out."
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains[name])
     return initial

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.derived_weight import current_weight, is_derived
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
 from runner.utils.library_warnings import suppress_warnings
@@ -340,7 +341,7 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
         a = weights[f"{name}.lora_A.default.weight"]
         b = weights[f"{name}.lora_B.default.weight"]
         magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
-        plain = parts["weight"]
+        plain = _weight_of(layer.get_base_layer(), parts)
         transposed = is_transposed(layer.get_base_layer())
         # In float64, and rounded to the weight's dtype once.
         total = plain.t().double() if transposed else plain.double()
@@ -349,3 +350,14 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
             total = total * (magnitudes.double() / total.norm(dim=1))[:, None]
         parts["weight"] = (total.t() if transposed else total).to(plain.dtype)
     return parts
+
+
+def _weight_of(layer: nn.Module, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight of a linear layer with this state dict, which may derive it."""
+    if not is_derived(layer):
+        return parts["weight"]
+    own = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.load_state_dict(parts)
+    weight = current_weight(layer)
+    layer.load_state_dict(own)
+    return weight
