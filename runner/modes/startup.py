@@ -297,7 +297,13 @@ def try_batch(
     except Exception as error:
         if is_out_of_memory(error):
             raise  # MemoryWatch explains it
-        failure = Failure(error, model, run.precision, run.task, names, inputs, target, outputs)
+
+        def call() -> None:
+            with _trial(run, state):
+                loss_of(state, inputs, target)
+
+        failed = error, model, run.precision, run.task, names, inputs, target, [*outputs]
+        failure = Failure(*failed, call=call)
         raise ConfigError(
             f"{batch_rules.explain_batch_error(failure)} {run.save_traceback()}"
         ) from error

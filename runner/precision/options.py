@@ -78,6 +78,9 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
         replaced.add("cuda_casts")
     if precision.compute is not precision.storage:
         replaced.add("grouped_casts")
+    # In evaluation torch.nn's encoders and attention have kernels that read their parts' weights,
+    # and know no autocast on a CPU. torch leaves them out under CUDA's, and where a part has a
+    # hook; but of padded inputs an encoder makes nested tensors, with which no part can compute.
     if replaced or _has_hooked_encoder(model):
         replaced.add("calls_parts")
     if emulates and precision.compute is torch.float32:
@@ -105,23 +108,6 @@ def _has_hooked_encoder(model: nn.Module) -> bool:
 
 
 @contextmanager
-def called_parts() -> Iterator[None]:
-    """Have the encoders and the attention of torch.nn call their parts in evaluation, as in
-    training, while the context is open.
-
-    Their fused kernels read the parts' weights, and know no autocast on a CPU; torch leaves them
-    out under CUDA's, and where a part has a hook. But of padded inputs an encoder makes nested
-    tensors for them all the same, with which its parts cannot compute.
-    """
-    fuses = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fuses)
-
-
-@contextmanager
 def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
     """Return the context in which switches are set."""
     with ExitStack() as stack:
@@ -133,7 +119,9 @@ def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
             elif key == "tf32":
                 stack.enter_context(tf32_products(model))
             elif key == "calls_parts":
-                stack.enter_context(called_parts())
+                fuses = torch.backends.mha.get_fastpath_enabled()
+                stack.callback(torch.backends.mha.set_fastpath_enabled, fuses)
+                torch.backends.mha.set_fastpath_enabled(False)
             else:
                 stack.enter_context(cuda_casts() if key == "cuda_casts" else grouped_casts())
         yield

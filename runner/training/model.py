@@ -255,7 +255,7 @@ def _load_plain_weights(
         raise ConfigError(
             f"init.weights={saved.path} has additions to {first_names(beside, 4)}, whose weight is "
             "derived in each forward from parameters that cannot give the sum, as a spectral "
-            "norm's. Continue that run, whose adapter keeps them, by checkpoint.resume=<its folder> "
+            "norm's. Continue that run with its adapter by checkpoint.resume=<its folder> "
             "train.max_steps=<more steps>, or train one whose adapter.modules leaves them out."
         )
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
-from runner.precision.layers.derived_weight import current_weight, is_derived
+from runner.precision.layers.derived_weight import current_weight
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
 from runner.utils.library_warnings import suppress_warnings
@@ -341,8 +341,10 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
         a = weights[f"{name}.lora_A.default.weight"]
         b = weights[f"{name}.lora_B.default.weight"]
         magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
-        plain = _weight_of(layer.get_base_layer(), parts)
-        transposed = is_transposed(layer.get_base_layer())
+        base = layer.get_base_layer()
+        # One that is derived from other parameters, which the adapter freezes, is the layer's.
+        plain = parts["weight"] if "weight" in parts else current_weight(base)
+        transposed = is_transposed(base)
         # In float64, and rounded to the weight's dtype once.
         total = plain.t().double() if transposed else plain.double()
         total = total + (b.double() @ a.double()) * layer.scaling["default"]
@@ -350,14 +352,3 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
             total = total * (magnitudes.double() / total.norm(dim=1))[:, None]
         parts["weight"] = (total.t() if transposed else total).to(plain.dtype)
     return parts
-
-
-def _weight_of(layer: nn.Module, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight of a linear layer with this state dict, which may derive it."""
-    if not is_derived(layer):
-        return parts["weight"]
-    own = {name: value.clone() for name, value in layer.state_dict().items()}
-    layer.load_state_dict(parts)
-    weight = current_weight(layer)
-    layer.load_state_dict(own)
-    return weight

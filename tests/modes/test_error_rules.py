@@ -61,7 +61,6 @@ class Grad(nn.Linear):
         (Layer, "bf16-mixed", r"fails in body \(Layer\), test_error_rules\.py.*keep_fp32=\[body\]"),
         (Layer, "16-mixed", r"custom_fwd\(device_type='cpu'\).* of Product"),
         (Cuts, "32-true", r"inference_mode\(\) computes has no gradient"),
-        (Fails, "bf16-mixed", r"precision\.emulate=true; or type precision\.keep_fp32=\[body\]"),
         (Distances, "bf16-true", "type precision=bf16-mixed"),
         (Grad, "bf16-mixed", r"autocast\('cpu', enabled=False\):` around the call"),
     ],
@@ -80,3 +79,106 @@ def test_what_fails_is_named_with_what_to_type(kind, precision, message):
         step()
     advice = precision_advice(Failure(raised.value, model, chosen))
     assert re.search(message, advice, re.IGNORECASE), advice
+
+
+@pytest.mark.parametrize(
+    ("has_kernel", "message"),
+    [
+        (False, "Type precision.emulate=true; or type precision.keep_fp32=[body]."),
+        (True, "Tensors of two dtypes meet there"),
+    ],
+)
+def test_a_recurrent_layer_fails_for_its_states_where_its_kernel_is_there(
+    has_kernel, message, monkeypatch
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_kernel)
+    chosen = load_precision("bf16-mixed")
+    parts = {"inlet": nn.Linear(8, 8), "body": Fails(8, 8)}
+    model, _ = chosen.convert(nn.Sequential(OrderedDict(parts)))
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(3, 8))
+    assert message in precision_advice(Failure(raised.value, model, chosen))
+
+
+class Square(nn.Linear):
+    """Needs float32, as a layer with an FFT does."""
+
+    def forward(self, x):
+        return super().forward(torch.linalg.inv(x).to(x.dtype))
+
+
+class Blocks(nn.Module):
+    def __init__(self, kinds):
+        super().__init__()
+        self.inlet = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(kind(4, 4) for kind in kinds)
+        self.last = Square(4, 4)
+
+    def forward(self, x):
+        x = self.inlet(x.float())
+        for block in self.blocks:
+            x = block(x) + torch.eye(4)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "typed"),
+    [((Square, Square), "inlet,blocks.*,last"), ((Square, nn.Identity), "inlet,blocks.0,last")],
+)
+def test_every_layer_that_fails_is_named_at_once(kinds, typed):
+    chosen = load_precision("bf16-true")
+    model, _ = chosen.convert(Blocks(kinds))
+
+    def call():
+        model(chosen.cast(torch.eye(4)))
+
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    advice = precision_advice(Failure(raised.value, model, chosen, call=call))
+    assert "in inlet (Linear), test_error_rules.py" in advice
+    assert f"precision.keep_fp32=[{typed}]" in advice
+    kept = load_precision("bf16-true", keep_fp32=typed.split(","))
+    model, _ = kept.convert(Blocks(kinds))
+    model(kept.cast(torch.eye(4)))
+
+
+class Double(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.zeros(1, dtype=torch.double))
+
+
+def test_a_double_in_a_forward_is_no_fault_of_the_data():
+    chosen = load_precision("32-true")
+    model, _ = chosen.convert(nn.Sequential(OrderedDict(body=Double(4, 4))))
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.eye(4))
+    advice = precision_advice(Failure(raised.value, model, chosen))
+    wanted = "Type precision.keep_fp32=[body]; or type precision=64-true; or leave out"
+    assert wanted in advice
+
+
+class Hyper(nn.Module):
+    """The weights of a layer are outputs of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = nn.Linear(32, 32)
+        self.make = nn.Linear(32, 32 * 32)
+
+    def forward(self, x):
+        weight = self.make(x[:1]).view(32, 32)
+        return torch.func.functional_call(self.target, {"weight": weight}, (x,))
+
+
+@pytest.mark.parametrize("name", ["int8", "nvfp4", "bnb-nf4"])
+def test_made_weights_for_a_packed_layer_are_no_fault_of_the_data(name):
+    chosen = load_precision(name)
+    model, _ = chosen.convert(Hyper())
+    with pytest.raises((RuntimeError, AttributeError)) as raised:
+        model(torch.ones(3, 32))
+    advice = precision_advice(Failure(raised.value, model, chosen))
+    assert f"precision={name} converts, or give it other weights" in advice
+    assert "Type precision.ignore_modules=[target]" in advice
+    ignores = load_precision(name, ignore_modules=["target"])
+    model, _ = ignores.convert(Hyper())
+    model(torch.ones(3, 32))

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.experts import ExpertLayer
 
-_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 _ROUNDINGS = 8
 """Roundings of a weight's dtype by which a weight that is read back may differ."""
 
@@ -37,7 +34,7 @@ def current_weight(layer: Any) -> Tensor:
     # In training a spectral norm takes another step towards the largest singular value.
     layer.eval()
     for hook in layer._forward_pre_hooks.values():
-        if isinstance(hook, _HOOKS):
+        if type(hook).__module__.startswith("torch.nn.utils."):
             hook(layer, ())
     weight = layer.weight.detach().clone()
     layer.train(training)

@@ -149,7 +149,7 @@ def test_a_run_evaluates_merges_and_refuses(tmp_path):
         packed = runner.run(evaluate, **given, out=tmp_path / f"{kind}-8")
         assert packed.metrics["val/loss"] == pytest.approx(trained.metrics["val/loss"], abs=0.03)
     start = [*own, f"init.weights={tmp_path / 'spectral_norm'}", "train.max_steps=1"]
-    with pytest.raises(ConfigError, match="has additions to 0, .* checkpoint.resume="):
+    with pytest.raises(ConfigError, match=r"has additions to 0, .* checkpoint\.resume="):
         runner.run(start, **given, out=tmp_path / "start")
     longer = f"checkpoint.resume={tmp_path / 'spectral_norm'}"
     runner.run([*own, *lora, longer, "train.max_steps=9"], **given)
