@@ -160,14 +160,14 @@ class Failure:
     def keep_fp32(self) -> str:
         """Return the advice to keep the failing modules in float32; empty where there is none."""
         names = self._failing_modules()
-        patterns = [*map(str, self.precision.keep_fp32)]
+        # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
+        patterns = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): None for name in names}
         modules = [name for name, _ in self.model.named_modules() if name]
-        for name in names:
-            # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
-            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            alike = outermost_names([each for each in modules if matches_pattern(pattern, each)])
-            patterns.append(pattern if len(alike) > 1 and alike <= {*names} else name)
-        return f"type precision.keep_fp32=[{','.join(dict.fromkeys(patterns))}]" if names else ""
+        matched = {name for name in modules for p in patterns if matches_pattern(p, name)}
+        if len(patterns) == len(names) or outermost_names(matched) != outermost_names(names):
+            patterns = dict.fromkeys(names)
+        typed = ",".join([*map(str, self.precision.keep_fp32), *patterns])
+        return f"type precision.keep_fp32=[{typed}]" if names else ""
 
     def _failing_modules(self) -> list[str]:
         """Return the dotted names of the modules that fail: the first one, and where the batch can

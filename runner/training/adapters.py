@@ -391,28 +391,34 @@ class Lora:
             )
         return chosen
 
-    def merge(self, model: nn.Module) -> list[str]:
+    def merge(self, model: nn.Module, exact: bool = False) -> None:
         """Add the trained additions to the plain weights and remove them, in place.
 
         Parameters that add() froze stay frozen.
 
-        Returns:
-            Layers that derive their weight from parameters that cannot give the sum: they have the
-            addition beside it.
+        Args:
+            model: with the additions.
+            exact: the weights must hold the sums; else a layer that derives its weight from
+                parameters that cannot give the sum adds the product of its input by itself.
+
+        Raises:
+            ConfigError: they cannot.
         """
         with suppress_warnings():
             from peft.tuners.lora import LoraLayer
 
-        beside: list[str] = []
         for name, module in list(model.named_modules()):
             if not isinstance(module, LoraLayer):
                 continue
             base: Any = module.get_base_layer()
             if is_derived(base):
                 total = merged(name, module.state_dict(prefix=f"{name}."), module)["weight"]
-                if not set_weight(base, total):
+                try:
+                    set_weight(base, total)
+                except ConfigError:
+                    if exact:
+                        raise
                     add_beside(base, total)
-                    beside.append(name)
             else:
                 module.merge()  # type: ignore[operator]
             parent, _, attribute = name.rpartition(".")
@@ -421,7 +427,6 @@ class Lora:
             restore_stacks(module)
         # peft leaves its config on the model, where its other functions would find it.
         vars(model).pop("peft_config", None)
-        return beside
 
 
 def _stacks_by_layer(model: nn.Module) -> dict[str, Stack]:
@@ -506,12 +511,7 @@ def start_from_base(layer: Any, init: str) -> None:
     # Of the rounded additions, so that the sum differs from the weight by one rounding only.
     rest = wide - scale * layer.start_B.to(wide) @ layer.start_A.to(wide)
     rest = (rest.t() if is_transposed(base) else rest).to(matrix.dtype)
-    if not set_weight(base, rest):
-        raise ConfigError(
-            f"adapter.init={init} takes a part out of each weight, and a layer {[*matrix.shape]} "
-            "of this model derives its weight in each forward from parameters that cannot give the "
-            "rest, as a spectral norm's. Type adapter.init=default, or adapter.modules=[<others>]."
-        )
+    set_weight(base, rest)
 
 
 @torch.no_grad()

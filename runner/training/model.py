@@ -250,14 +250,8 @@ def _load_plain_weights(
     adapter.split_experts(model, saved.content.get("experts", {}))
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)
-    beside = adapter.merge(model)
-    if beside and saved.source:
-        raise ConfigError(
-            f"init.weights={saved.path} has additions to {first_names(beside, 4)}, whose weight is "
-            "derived in each forward from parameters that cannot give the sum, as a spectral "
-            "norm's. Continue that run with its adapter by checkpoint.resume=<its folder> "
-            "train.max_steps=<more steps>, or train one whose adapter.modules leaves them out."
-        )
+    # A run that starts from them saves the weights under their own names.
+    adapter.merge(model, exact=bool(saved.source))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains[name])
     return initial

@@ -15,6 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.experts import ExpertLayer
+from runner.utils.errors import ConfigError
 
 _ROUNDINGS = 8
 """Roundings of a weight's dtype by which a weight that is read back may differ."""
@@ -48,38 +49,40 @@ def current_matrix(layer: Any) -> Tensor:
 
 
 @torch.no_grad()
-def set_weight(layer: Any, weight: Tensor) -> bool:
+def set_weight(layer: Any, weight: Tensor) -> None:
     """Give a linear layer a weight, or the parameters from which it computes it, in place.
 
     Args:
-        layer: unchanged where False is returned.
+        layer: unchanged where it is refused.
         weight: in the layer's layout and dtype.
 
-    Returns:
-        Whether there are such parameters: a weight norm has them for every weight, a spectral
-        norm only for a weight whose largest singular value is 1.
+    Raises:
+        ConfigError: there are no such parameters: a weight norm has them for every weight, a
+            spectral norm only for a weight whose largest singular value is 1.
     """
     if not is_derived(layer):
         layer.weight.copy_(weight)
-        return True
+        return
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
     try:
-        for hook in hooks:
-            magnitudes, directions = _WeightNorm(hook.dim).right_inverse(weight)
-            layer.weight_g.copy_(magnitudes)
-            layer.weight_v.copy_(directions)
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                magnitudes, directions = _WeightNorm(hook.dim).right_inverse(weight)
+                layer.weight_g.copy_(magnitudes)
+                layer.weight_v.copy_(directions)
         if is_parametrized(layer, "weight"):
             layer.weight = weight.clone()  # its storage becomes a parameter's
-        elif not hooks:
-            return False
         error = (current_weight(layer) - weight).norm()
-        if error <= _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.norm():
-            return True
-    except Exception:  # of whatever type a right_inverse raises for a weight that it refuses
-        pass
-    layer.load_state_dict(before)
-    return False
+        if error > _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.norm():
+            raise ValueError("another weight is read back")
+    except Exception as error:  # of whatever type a right_inverse raises
+        layer.load_state_dict(before)
+        raise ConfigError(
+            f"A layer {[*weight.shape]} derives its weight in each forward from parameters that "
+            "cannot give this one, as a spectral norm's: no addition is merged into it, or takes a "
+            "part out of it. Type adapter.init=default, or adapter.modules=[<other layers>]; "
+            "checkpoint.resume=<its folder> train.max_steps=<more steps> continues a run as it is."
+        ) from error
 
 
 def add_beside(layer: Any, weight: Tensor) -> None:
@@ -90,10 +93,10 @@ def add_beside(layer: Any, weight: Tensor) -> None:
         layer: nn.Linear or Conv1D, see is_derived.
         weight: in the layer's layout and dtype.
     """
-    layer.register_buffer("addition_beside", weight - current_weight(layer), persistent=False)
-    layer.register_forward_hook(_add_product)
+    change = weight - current_weight(layer)
+    change = change.t() if is_transposed(layer) else change
 
+    def add_product(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + F.linear(inputs[0].to(output.dtype), change.to(output))
 
-def _add_product(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    addition = layer.addition_beside.t() if is_transposed(layer) else layer.addition_beside
-    return output + F.linear(inputs[0].to(output.dtype), addition.to(output.dtype))
+    layer.register_forward_hook(add_product)
