@@ -43,7 +43,7 @@ class Failure:
         model: as it was built and converted.
         precision: of the run.
         task: of the run; this and what follows is there for a failure on a known batch only.
-        names: the options of `model`, `data`, `task` and `precision`.
+        names: the options of `model`, `data` and `task`.
         inputs: of the batch, as the data set yields them.
         target: of the batch.
         outputs: the model's output; empty where its forward raised.
@@ -279,20 +279,6 @@ def _functorch_module(failure: Failure) -> str | None:
     return next(filter(None, called), failure.name_and_module[0]) if frames else None
 
 
-def _without_kernels_of_lstm(failure: Failure) -> str:
-    """Return what to type where oneDNN has no bfloat16 kernel of a recurrent layer; where it has,
-    the states that the layer is given are of another dtype."""
-    dtypes = (failure.precision.compute, failure.precision.storage)
-    if failure.device.type != "cpu" or torch.bfloat16 not in dtypes:
-        return ""
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return ""
-    emulates = "emulate" in vars(failure.precision)
-    return "This CPU has no bfloat16 kernel for it (torch needs AVX-512). " + _alternatives(
-        "type precision.emulate=true" if emulates else "", failure.keep_fp32()
-    )
-
-
 def _two_dtypes(failure: Failure) -> str:
     """Return what to change where an operation is given tensors of two floating dtypes."""
     precision = failure.precision
@@ -316,14 +302,12 @@ def _two_dtypes(failure: Failure) -> str:
             f"write `with torch.autocast({failure.device.type!r}, enabled=False):` around the call "
             "of torch.func; or type precision=bf16-true or precision=32-true"
         )
+    kept = "" if torch.float64 in dtypes else failure.keep_fp32()
+    wider = "type precision=64-true" if "Double" in failure.text else ""
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
         f"{precision.storage_format} and computes in {precision.compute_format}. "
-        + _alternatives(
-            "" if torch.float64 in dtypes else failure.keep_fp32(),
-            "type precision=64-true" if "Double" in failure.text else "",
-            change,
-        )
+        + _alternatives(kept, wider, change)
     )
 
 
@@ -388,7 +372,6 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (matches("could not create a primitive"), _missing_kernels),
-    (matches("could not create a primitive"), _without_kernels_of_lstm),
     (
         matches("Inference tensors"),
         lambda f: (

@@ -276,7 +276,6 @@ def try_batch(
         key: run.invocation.option_name(key, getattr(run.spec, key))
         for key in ("model", "data", "task")
     }
-    names["precision"] = run.precision.name
     layout = describe_call(state.plain_model, inputs)
     if layout and says_layout:
         run.say(layout)
@@ -302,10 +301,12 @@ def try_batch(
             with _trial(run, state):
                 loss_of(state, inputs, target)
 
-        failed = error, model, run.precision, run.task, names, inputs, target, [*outputs]
-        failure = Failure(*failed, call=call)
+        handle.remove()
+        failed = Failure(
+            error, model, run.precision, run.task, names, inputs, target, outputs, call
+        )
         raise ConfigError(
-            f"{batch_rules.explain_batch_error(failure)} {run.save_traceback()}"
+            f"{batch_rules.explain_batch_error(failed)} {run.save_traceback()}"
         ) from error
     finally:
         handle.remove()

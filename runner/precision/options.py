@@ -80,8 +80,11 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
         replaced.add("grouped_casts")
     # In evaluation torch.nn's encoders and attention have kernels that read their parts' weights,
     # and know no autocast on a CPU. torch leaves them out under CUDA's, and where a part has a
-    # hook; but of padded inputs an encoder makes nested tensors, with which no part can compute.
-    if replaced or _has_hooked_encoder(model):
+    # hook (converted and adapted layers have one, and those of keep_fp32); but of padded inputs an
+    # encoder makes nested tensors, with which no part can compute.
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    parts = [part for encoder in encoders for part in encoder.modules()]
+    if replaced or any(part._forward_pre_hooks or part._forward_hooks for part in parts):
         replaced.add("calls_parts")
     if emulates and precision.compute is torch.float32:
         # torch's own switch is off: the emulation rounds the operands, and sums are float32.
@@ -97,14 +100,6 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
     if precision.compute is not precision.storage:
         concerning |= {"cuda_casts", "grouped_casts"}  # without autocast they change nothing
     return Switches(matmul, precision.reduced_precision_reduction, replaced, concerning, kernels)
-
-
-def _has_hooked_encoder(model: nn.Module) -> bool:
-    """Return whether an encoder of torch.nn has a part with a hook, as converted and adapted layers
-    and those of keep_fp32 have."""
-    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
-    parts = [part for encoder in encoders for part in encoder.modules()]
-    return any(part._forward_pre_hooks or part._forward_hooks for part in parts)
 
 
 @contextmanager

@@ -36,11 +36,6 @@ class Cuts(nn.Linear):
         return super().forward(x)
 
 
-class Fails(nn.LSTM):
-    def forward(self, x):
-        raise RuntimeError("could not create a primitive descriptor for the LSTM forward")
-
-
 class Distances(nn.Linear):
     def forward(self, x):
         return torch.cdist(x, x)
@@ -81,23 +76,15 @@ def test_what_fails_is_named_with_what_to_type(kind, precision, message):
     assert re.search(message, advice, re.IGNORECASE), advice
 
 
-@pytest.mark.parametrize(
-    ("has_kernel", "message"),
-    [
-        (False, "Type precision.emulate=true; or type precision.keep_fp32=[body]."),
-        (True, "Tensors of two dtypes meet there"),
-    ],
-)
-def test_a_recurrent_layer_fails_for_its_states_where_its_kernel_is_there(
-    has_kernel, message, monkeypatch
-):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_kernel)
-    chosen = load_precision("bf16-mixed")
-    parts = {"inlet": nn.Linear(8, 8), "body": Fails(8, 8)}
-    model, _ = chosen.convert(nn.Sequential(OrderedDict(parts)))
+def test_a_recurrent_layer_without_a_primitive_is_given_states_of_another_dtype():
+    chosen = load_precision("bf16-true")
+    model, _ = chosen.convert(nn.Sequential(OrderedDict(body=nn.LSTM(8, 8))))
+    states = (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
     with pytest.raises(RuntimeError) as raised:
-        model(torch.ones(3, 8))
-    assert message in precision_advice(Failure(raised.value, model, chosen))
+        model.body(torch.ones(3, 1, 8, dtype=torch.bfloat16), states)
+    advice = precision_advice(Failure(raised.value, model, chosen))
+    assert "Tensors of two dtypes meet there" in advice
+    assert "Type precision.keep_fp32=[body]" in advice
 
 
 class Square(nn.Linear):

@@ -17,9 +17,6 @@ from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.experts import ExpertLayer
 from runner.utils.errors import ConfigError
 
-_ROUNDINGS = 8
-"""Roundings of a weight's dtype by which a weight that is read back may differ."""
-
 
 def is_derived(layer: nn.Module) -> bool:
     """Return whether a linear layer computes its weight from other parameters in each forward."""
@@ -73,7 +70,8 @@ def set_weight(layer: Any, weight: Tensor) -> None:
         if is_parametrized(layer, "weight"):
             layer.weight = weight.clone()  # its storage becomes a parameter's
         error = (current_weight(layer) - weight).norm()
-        if error > _ROUNDINGS * torch.finfo(weight.dtype).eps * weight.norm():
+        # A few roundings of each element.
+        if error > 8 * torch.finfo(weight.dtype).eps * weight.norm():
             raise ValueError("another weight is read back")
     except Exception as error:  # of whatever type a right_inverse raises
         layer.load_state_dict(before)

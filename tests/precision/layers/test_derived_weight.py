@@ -97,6 +97,11 @@ def test_a_merged_model_computes_the_same_and_keeps_its_names(kind, keywords):
     wanted = evaluated(model)
     assert (wanted - start).abs().max() > 0.05
     weights = plain_weights(model, dict(model.state_dict()))
+    if kind in HOLDS_ANY:
+        exact = copy.deepcopy(model)
+        lora.merge(exact, exact=True)
+        torch.testing.assert_close(evaluated(exact), wanted)
+        assert not exact[0]._forward_hooks
     lora.merge(model)
     assert [*model.state_dict()] == names
     model.load_state_dict(copy.deepcopy(model.state_dict()))
