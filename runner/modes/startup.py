@@ -302,11 +302,9 @@ def try_batch(
                 loss_of(state, inputs, target)
 
         handle.remove()
-        failed = Failure(
-            error, model, run.precision, run.task, names, inputs, target, outputs, call
-        )
+        cause = Failure(error, model, run.precision, run.task, names, inputs, target, outputs, call)
         raise ConfigError(
-            f"{batch_rules.explain_batch_error(failed)} {run.save_traceback()}"
+            f"{batch_rules.explain_batch_error(cause)} {run.save_traceback()}"
         ) from error
     finally:
         handle.remove()
