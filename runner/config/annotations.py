@@ -36,7 +36,11 @@ def fits_type(value: Any, hint: Any) -> bool:
         # A module may be called 0, which YAML reads as a number.
         if item_hint is str:
             item_hint = str | int
-        return isinstance(value, list | tuple) and all(fits_type(v, item_hint) for v in value)
+        if not (isinstance(value, list | tuple) and all(fits_type(v, item_hint) for v in value)):
+            return False
+        # As tuple[float, float] does; a tuple[int] is often written for a list of any length.
+        is_fixed = kind is tuple and len(get_args(hint)) > 1 and Ellipsis not in get_args(hint)
+        return not is_fixed or len(value) == len(get_args(hint))
     return True
 
 

@@ -93,6 +93,10 @@ def _wrong_override(override: str) -> str:
     key, _, value = override.partition("=")
     if re.match(r"{(.*[{,])? *[^ :,{}]*[\"'@][^ ,{}]*:", value):
         return f"{override} does not parse. Allowed as names in {{}}: letters, digits, _ . -"
+    call = re.fullmatch(r"(\w+)\((.*)\)", value)
+    if call:
+        reason = f"Hydra has no function {call[1]}, or none of these values, which are never null"
+        return f"{override}: {reason}. Type the values without it: {key}={call[2]}."
     if value.endswith(","):
         return f"{override} ends with a comma. Type a list without spaces, as in {override}<value>."
     if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):

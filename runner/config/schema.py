@@ -423,8 +423,9 @@ class RunSpec:
         """Yield a message for each value, or pair of values, that cannot run."""
         yield from self._mode_problems()
         yield from self._diff_problems()
-        if self.seed < 0:
-            yield f"seed={self.seed} is negative. Allowed: 0 and up."
+        # Others are made from it, seed * 1_000_003 + epoch for example, and torch takes 64 bits.
+        if not 0 <= self.seed < 2**43:
+            yield f"seed={self.seed} is out of range. Allowed: 0 to {2**43 - 1}."
         shuffle = self.data.get("shuffle", True)
         if not isinstance(shuffle, bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."

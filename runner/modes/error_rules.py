@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import nn
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.emulation.cpu_kernels import choose_kernels
-from runner.precision.keep_fp32 import KeptInFloat32
+from runner.precision.keep_fp32 import KeptInFloat32, keep_in_float32
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.task import Task
 from runner.utils.formatting import first_names
@@ -43,10 +43,11 @@ class Failure:
         model: as it was built and converted.
         precision: of the run.
         task: of the run; this and what follows is there for a failure on a known batch only.
-        names: the options of `model`, `data`, `task` and `precision`.
+        names: the options of `model`, `data` and `task`.
         inputs: of the batch, as the data set yields them.
         target: of the batch.
         outputs: the model's output; empty where its forward raised.
+        call: computes the batch again; None where that cannot be.
     """
 
     error: Exception
@@ -57,6 +58,7 @@ class Failure:
     inputs: Any = None
     target: Any = None
     outputs: Sequence[Any] = ()
+    call: Callable[[], object] | None = None
 
     @property
     def text(self) -> str:
@@ -156,27 +158,36 @@ class Failure:
         return f"the forward that calls {kind}" if is_library else f"{kind}.forward"
 
     def keep_fp32(self) -> str:
-        """Return the advice to keep the failing module in float32.
+        """Return the advice to keep the failing modules in float32; empty where there is none."""
+        names = self._failing_modules()
+        # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
+        patterns = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): None for name in names}
+        modules = [name for name, _ in self.model.named_modules() if name]
+        matched = {name for name in modules for p in patterns if matches_pattern(p, name)}
+        if len(patterns) == len(names) or outermost_names(matched) != outermost_names(names):
+            patterns = dict.fromkeys(names)
+        typed = ",".join([*map(str, self.precision.keep_fp32), *patterns])
+        return f"type precision.keep_fp32=[{typed}]" if names else ""
 
-        Where the module is of a class of the user's own, others like it are kept, too. The answer
-        is empty where the failing module is the model itself, or none, or in float32 already.
-        """
+    def _failing_modules(self) -> list[str]:
+        """Return the dotted names of the modules that fail: the first one, and where the batch can
+        be computed again, each that fails when those before it are in float32, as the model's then
+        are. Elsewhere those of its class go with it, if that is the user's own."""
         name, module = self.name_and_module
-        if not name or isinstance(module, KeptInFloat32):
-            return ""
-        # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike, and
-        # conv0 and conv1.
-        pattern = re.sub(r"\d+", "*", name)
-        modules = dict(self.model.named_modules())
-        names = [each for each in modules if each and matches_pattern(pattern, each)]
-        # A pattern keeps whole subtrees, so only the outermost modules that it matches count.
-        outermost = outermost_names(names)
-        alike = all(type(modules[each]) is type(module) for each in outermost)
-        is_library = type(module).__module__.startswith("torch.")  # every Linear is of that class
-        if is_library or pattern == "*" or not alike or len(outermost) < 2:
-            pattern = name
-        patterns = [*map(str, self.precision.keep_fp32), pattern]
-        return f"type precision.keep_fp32=[{','.join(patterns)}]"
+        names: list[str] = []
+        if self.call is None and not type(module).__module__.startswith(("torch.", "runner.")):
+            names = [n for n, m in self.model.named_modules() if type(m) is type(module)]
+        while name and not isinstance(module, KeptInFloat32):
+            names.append(name)
+            if self.call is None:
+                break
+            keep_in_float32(self.model, [name], self.precision.storage)
+            try:
+                self.call()
+                break
+            except Exception as error:  # of whatever type the forward raised at first
+                name, module = replace(self, error=error).name_and_module
+        return [*dict.fromkeys(filter(None, names))]
 
     def mixed_alternative(self) -> str:
         """Return the advice to type the mixed precision that computes linalg and fft in float32.
@@ -229,8 +240,9 @@ def precision_advice(failure: Failure) -> str:
     Returns:
         Sentences for the message; empty where the precision is not known to be the cause.
     """
+    location = failure.location()  # first, because a search for advice changes the model
     advice = first_message(PRECISION_RULES, failure)
-    return f"{failure.location()} {advice}".strip() if advice else ""
+    return f"{location} {advice}".strip() if advice else ""
 
 
 def matches(pattern: str) -> Callable[[Failure], bool]:
@@ -257,22 +269,14 @@ def _missing_kernels(failure: Failure) -> str:
     return f"This CPU's own float16 kernels lack it. Type precision.cpu_float16={kernels}."
 
 
-def _passes_functorch(failure: Failure) -> bool:
-    frames = walk_tb(failure.error.__traceback__)
-    return any("_functorch" in frame.f_code.co_filename for frame, _ in frames)
-
-
-def _without_kernels_of_lstm(failure: Failure) -> str:
-    """Return what to type where oneDNN has no bfloat16 kernel of a recurrent layer."""
-    if failure.device.type != "cpu" or torch.bfloat16 not in (
-        failure.precision.compute,
-        failure.precision.storage,
-    ):
-        return ""
-    emulates = "emulate" in vars(failure.precision)
-    return "This CPU has no bfloat16 kernel for it (torch needs AVX-512). " + _alternatives(
-        "type precision.emulate=true" if emulates else "", failure.keep_fp32()
-    )
+def _functorch_module(failure: Failure) -> str | None:
+    """Return the dotted name of the module that torch.func calls, of a function the module that
+    fails in it; None where the failure is outside of torch.func."""
+    names = {id(module): name for name, module in failure.model.named_modules()}
+    frames = [frame for frame, _ in walk_tb(failure.error.__traceback__)]
+    frames = [frame for frame in frames if "_functorch" in frame.f_code.co_filename]
+    called = [names.get(id(frame.f_locals.get("module"))) for frame in frames]
+    return next(filter(None, called), failure.name_and_module[0]) if frames else None
 
 
 def _two_dtypes(failure: Failure) -> str:
@@ -284,23 +288,26 @@ def _two_dtypes(failure: Failure) -> str:
     unconverted = _unconverted_parameters(failure)
     if unconverted:
         return unconverted
-    change = f"leave out .float() and dtype= in {failure.forward}, or cast: a.to(b.dtype)"
-    wider = "type precision=64-true" if re.search("(?i)double", failure.text) else ""
+    change = (
+        f"leave out .float(), .double() and dtype= in {failure.forward}, or cast: a.to(b.dtype)"
+    )
     if failure.own_function:
         change = (
             f"write @torch.amp.custom_fwd(device_type={failure.device.type!r}) and @torch.amp."
             f"custom_bwd(device_type={failure.device.type!r}) above the forward and the backward "
             f"of {failure.own_function}, or cast: a.to(b.dtype)"
         )
-    elif _passes_functorch(failure):
+    elif _functorch_module(failure) is not None:
         change = (
             f"write `with torch.autocast({failure.device.type!r}, enabled=False):` around the call "
             "of torch.func; or type precision=bf16-true or precision=32-true"
         )
+    kept = failure.keep_fp32() if dtypes & {*_HALVES} else ""
+    wider = "type precision=64-true" if re.search("(?i)double", failure.text) else ""
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
         f"{precision.storage_format} and computes in {precision.compute_format}. "
-        + _alternatives(wider, failure.keep_fp32() if dtypes & {*_HALVES} else "", change)
+        + _alternatives(kept, wider, change)
     )
 
 
@@ -365,7 +372,6 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (matches("could not create a primitive"), _missing_kernels),
-    (matches("could not create a primitive"), _without_kernels_of_lstm),
     (
         matches("Inference tensors"),
         lambda f: (
@@ -374,10 +380,12 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        lambda f: "functorch transforms" in f.text and f.converted,
+        lambda f: f.precision.converts_layers and f.converted and _functorch_module(f) is not None,
         lambda f: (
-            f"torch.func cannot pass a layer that precision={f.precision.name} converts. Type "
-            "precision=bf16-true or precision=32-true, which convert none."
+            f"torch.func cannot pass a layer that precision={f.precision.name} converts, or give "
+            "it other weights. Type precision.ignore_modules="
+            f"[{','.join([*map(str, f.precision.ignore_modules), _functorch_module(f)])}], which "
+            "leaves it as it is, or precision=bf16-true or precision=32-true, which convert none."
         ),
     ),
     (
@@ -414,7 +422,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
     (
         matches(
             r"same dtype|should be the same|scalar type|does not match weight dtype|dtypes match|"
-            r"equal to src\.dtype|but got dtype|but expected"
+            r"equal to src\.dtype|but got dtype|but expected|could not create a primitive"
         ),
         _two_dtypes,
     ),

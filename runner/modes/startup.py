@@ -319,7 +319,6 @@ def try_batch(
         key: run.invocation.option_name(key, getattr(run.spec, key))
         for key in ("model", "data", "task")
     }
-    names["precision"] = run.precision.name
     layout = describe_call(state.plain_model, inputs)
     if layout and says_layout:
         run.say(layout)
@@ -340,9 +339,15 @@ def try_batch(
     except Exception as error:
         if is_out_of_memory(error):
             raise  # MemoryWatch explains it
-        failure = Failure(error, model, run.precision, run.task, names, inputs, target, outputs)
+
+        def call() -> None:
+            with _trial(run, state):
+                loss_of(state, inputs, target)
+
+        handle.remove()
+        cause = Failure(error, model, run.precision, run.task, names, inputs, target, outputs, call)
         raise ConfigError(
-            f"{batch_rules.explain_batch_error(failure)} {run.save_traceback()}"
+            f"{batch_rules.explain_batch_error(cause)} {run.save_traceback()}"
         ) from error
     finally:
         handle.remove()

@@ -78,6 +78,14 @@ def wanted_switches(precision: "Precision", model: nn.Module, device: torch.devi
         replaced.add("cuda_casts")
     if precision.compute is not precision.storage:
         replaced.add("grouped_casts")
+    # In evaluation torch.nn's encoders and attention have kernels that read their parts' weights,
+    # and know no autocast on a CPU. torch leaves them out under CUDA's, and where a part has a
+    # hook (converted and adapted layers have one, and those of keep_fp32); but of padded inputs an
+    # encoder makes nested tensors, with which no part can compute.
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    parts = [part for encoder in encoders for part in encoder.modules()]
+    if replaced or any(part._forward_pre_hooks or part._forward_hooks for part in parts):
+        replaced.add("calls_parts")
     if emulates and precision.compute is torch.float32:
         # torch's own switch is off: the emulation rounds the operands, and sums are float32.
         matmul = "highest"
@@ -105,6 +113,10 @@ def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
                 stack.enter_context(float32_accumulate(key))
             elif key == "tf32":
                 stack.enter_context(tf32_products(model))
+            elif key == "calls_parts":
+                fuses = torch.backends.mha.get_fastpath_enabled()
+                stack.callback(torch.backends.mha.set_fastpath_enabled, fuses)
+                torch.backends.mha.set_fastpath_enabled(False)
             else:
                 stack.enter_context(cuda_casts() if key == "cuda_casts" else grouped_casts())
         yield

@@ -21,13 +21,9 @@ from torch import Tensor, nn
 from runner.config.targets import instantiate
 from runner.precision.contract import Precision
 from runner.precision.conversion import ROOT_NAME, ConversionRules, find_shared_weights
-from runner.precision.layers.conv1d import (
-    is_packed,
-    is_transposed,
-    linear_classes,
-    unpacked_matrix,
-    weight_matrix,
-)
+from runner.precision.keep_fp32 import no_op_hook
+from runner.precision.layers import derived_weight
+from runner.precision.layers.conv1d import is_packed, is_transposed, linear_classes, unpacked_matrix
 from runner.precision.layers.experts import (
     Experts,
     Stack,
@@ -39,7 +35,7 @@ from runner.precision.layers.experts import (
     restore_stacks,
 )
 from runner.precision.layers.te_layers import FusedNormLinear
-from runner.training.pretrained_folder import lora_layers
+from runner.training.pretrained_folder import lora_layers, merged
 from runner.utils.errors import ConfigError, Unavailable, refuse
 from runner.utils.library_warnings import suppress_warnings
 from runner.utils.modules import frozen_parts, matches_pattern, select_modules
@@ -180,7 +176,7 @@ class Lora:
         self._plain_weights.update(stacks)
         for name in self._chosen_layers(model, bypassed, stacks):
             # The tensor and not the parameter, whose data the conversion moves to the device.
-            matrix = weight_matrix(model.get_submodule(name)).detach()
+            matrix = derived_weight.current_matrix(model.get_submodule(name))
             check_rank(self.init, self.rank, name, matrix)
             self._plain_weights[name] = matrix
 
@@ -253,7 +249,7 @@ class Lora:
             if self.use_dora:
                 check_dora(name, layer, name in stacks)
             if self.init in CHANGES_BASE:
-                check_rank(self.init, self.rank, name, weight_matrix(layer))
+                check_rank(self.init, self.rank, name, derived_weight.current_matrix(layer))
             elif self.init == "loftq":
                 check_rank(self.init, self.rank, name, self._plain_weights[name])
         self.add_for_checkpoint(model, dtype, bypassed)
@@ -315,6 +311,9 @@ class Lora:
         # None in a trial that is to find the experts.
         if chosen:
             _inject(config, model, chosen)
+        # In evaluation nn.TransformerEncoderLayer reads the weights of parts without a hook.
+        for layer in lora_layers(model).values():
+            layer.register_forward_pre_hook(no_op_hook)
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -387,19 +386,33 @@ class Lora:
             )
         return chosen
 
-    def merge(self, model: nn.Module) -> None:
+    def merge(self, model: nn.Module, exact: bool = False) -> None:
         """Add the trained additions to the plain weights and remove them, in place.
 
         Parameters that add() froze stay frozen.
+
+        Args:
+            model: with the additions.
+            exact: the weights must hold the sums; else a layer that derives its weight in each
+                forward adds the product with its input by itself.
+
+        Raises:
+            ConfigError: a layer derives its weight from parameters that cannot give the sum.
         """
         with suppress_warnings():
             from peft.tuners.lora import LoraLayer
 
         for name, module in list(model.named_modules()):
             if isinstance(module, LoraLayer):
-                module.merge()  # type: ignore[operator]
+                base: Any = module.get_base_layer()
+                if derived_weight.is_derived(base):
+                    total = merged(name, module.state_dict(prefix=f"{name}."), module)["weight"]
+                    hold = derived_weight.set_weight if exact else derived_weight.add_beside
+                    hold(base, total)
+                else:
+                    module.merge()  # type: ignore[operator]
                 parent, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(parent), attribute, module.get_base_layer())
+                setattr(model.get_submodule(parent), attribute, base)
         for module in {stack.module for stack in expert_stacks(model)}:
             restore_stacks(module)
         # peft leaves its config on the model, where its other functions would find it.
@@ -467,7 +480,7 @@ def start_from_base(layer: Any, init: str) -> None:
         init: one of CHANGES_BASE.
     """
     base = layer.get_base_layer()
-    matrix = weight_matrix(base).detach()
+    matrix = derived_weight.current_matrix(base)
     if matrix.is_meta:
         return
     wide = _widened(matrix)
@@ -487,7 +500,8 @@ def start_from_base(layer: Any, init: str) -> None:
     layer.start_B.copy_(layer.lora_B[ADAPTER].weight)
     # Of the rounded additions, so that the sum differs from the weight by one rounding only.
     rest = wide - scale * layer.start_B.to(wide) @ layer.start_A.to(wide)
-    base.weight.copy_(rest.t() if is_transposed(base) else rest)
+    rest = (rest.t() if is_transposed(base) else rest).to(matrix.dtype)
+    derived_weight.set_weight(base, rest)
 
 
 @torch.no_grad()
@@ -550,7 +564,7 @@ def check_dora(name: str, layer: nn.Module, is_expert: bool = False) -> None:
             "adapter.use_dora=false, or a precision that packs no weights, for example "
             "precision=bf16-true."
         )
-    weight = weight_matrix(layer).detach()
+    weight = derived_weight.current_matrix(layer)
     if not weight.is_meta and not weight.any(dim=1).all():
         raise ConfigError(
             f"adapter.use_dora=true divides by the norms of a weight's rows, and {name} has rows "
@@ -566,7 +580,7 @@ def start_magnitudes(layer: Any) -> None:
     Args:
         layer: of peft, with the start values of its addition; its weight is not packed.
     """
-    weight = weight_matrix(layer.get_base_layer()).detach()
+    weight = derived_weight.current_matrix(layer.get_base_layer())
     if weight.is_meta:
         return
     down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight

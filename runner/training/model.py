@@ -255,7 +255,8 @@ def _load_plain_weights(
     adapter.split_experts(model, saved.content.get("experts", {}))
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)
-    adapter.merge(model)
+    # A run that starts from them saves the weights under their own names.
+    adapter.merge(model, exact=bool(saved.source))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains[name])
     return initial

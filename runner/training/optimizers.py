@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
+from math import isfinite
 from typing import Any
 
 import torch
@@ -418,6 +419,9 @@ def check_arguments(spec: RunSpec) -> None:
     check_scheduler(spec.scheduler)
     dummy = [nn.Parameter(torch.zeros(2, 2))]
     for key, node in optimizer_nodes(spec.optimizer):
+        rates = [options["lr"] for options in (node, *entry_options(node)) if "lr" in options]
+        wrong = [rate for rate in rates if isinstance(rate, float) and not isfinite(rate)]
+        refuse(f"{key}.lr={rate} is out of range. Allowed: a finite number." for rate in wrong)
         optimizer = build_optimizer(key, node, dummy)
         refuse(group_problems(key, node, optimizer))
         attach_rules(key, node, optimizer, Nearest.name)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from runner.config.targets import GROUP_KEYS, locate, runner_keys
 from runner.precision.conversion_proof import expert_layouts
 from runner.precision.layers.conv1d import linear_classes
+from runner.precision.layers.derived_weight import is_derived
 from runner.precision.layers.experts import ExpertLayer
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
@@ -66,9 +67,12 @@ def matched_names(
     linears = [module for module in linears if not isinstance(module, ExpertLayer)]
     matrices: set[str] = set()
     for name, param in named.items():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        is_output_layer = owner in linears[-1:]
-        if param.ndim == 2 and not isinstance(owner, nn.Embedding) and not is_output_layer:
+        holder, _, parametrized = name.partition(".parametrizations.")
+        owner = model.get_submodule(holder if parametrized else name.rpartition(".")[0])
+        # The gains of a weight norm are [out, 1].
+        is_gain = owner in linears and is_derived(owner) and 1 in param.shape
+        is_table = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        if param.ndim == 2 and not (is_gain or is_table or owner in linears[-1:]):
             matrices.add(name)
     return matrices
 

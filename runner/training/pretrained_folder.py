@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.layers.conv1d import is_transposed
+from runner.precision.layers.derived_weight import current_weight
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
 from runner.utils.files import prepare_output
@@ -357,8 +358,10 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
         a = weights[f"{name}.lora_A.default.weight"]
         b = weights[f"{name}.lora_B.default.weight"]
         magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
-        plain = parts["weight"]
-        transposed = is_transposed(layer.get_base_layer())
+        base = layer.get_base_layer()
+        # One that is derived from other parameters, which the adapter freezes, is the layer's.
+        plain = parts["weight"] if "weight" in parts else current_weight(base)
+        transposed = is_transposed(base)
         # In float64, and rounded to the weight's dtype once.
         total = plain.t().double() if transposed else plain.double()
         total = total + (b.double() @ a.double()) * layer.scaling["default"]

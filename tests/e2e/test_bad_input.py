@@ -59,6 +59,12 @@ checkpoint=some => mode=train does not load checkpoint=some | init.weights=
 init.weights=/no/such.pt => init.weights=/no/such.pt: no checkpoint is there
 mode=evaluate checkpoint=x init.weights=y => Leave init.weights= out
 optimizer.lr=abc => optimizer.lr=abc is text | a number
+optimizer.lr=inf => optimizer.lr=inf is out of range | a finite number
+optimizer=muon optimizer.rest.lr=nan => optimizer.rest.lr=nan is out of range | a finite number
+optimizer.betas=[0.9] => optimizer.betas=[0.9] does not fit | a list, as in [a,b]
+optimizer.betas=[0.9,0.9,0.9] => does not fit | a list, as in [a,b]
+seed=99999999999999999999999 => is out of range | 0 to 8796093022207
+train.clip_norm=choice(null,1.0) -m => never null | Type the values without it | clip_norm=null,1.0
 optimizer.lr=-1 => torch.optim.AdamW refuses its arguments | -1
 optimizer=lbfgs precision=16-mixed => optimizer=lbfgs | a loss scale | Type precision=32-true
 optimizer=lbfgs precision=16-true => optimizer=lbfgs divides | precision=16-true

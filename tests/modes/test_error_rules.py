@@ -36,11 +36,6 @@ class Cuts(nn.Linear):
         return super().forward(x)
 
 
-class Fails(nn.LSTM):
-    def forward(self, x):
-        raise RuntimeError("could not create a primitive descriptor for the LSTM forward")
-
-
 class Distances(nn.Linear):
     def forward(self, x):
         return torch.cdist(x, x)
@@ -66,7 +61,6 @@ class Grad(nn.Linear):
         (Layer, "bf16-mixed", r"fails in body \(Layer\), test_error_rules\.py.*keep_fp32=\[body\]"),
         (Layer, "16-mixed", r"custom_fwd\(device_type='cpu'\).* of Product"),
         (Cuts, "32-true", r"inference_mode\(\) computes has no gradient"),
-        (Fails, "bf16-mixed", r"precision\.emulate=true; or type precision\.keep_fp32=\[body\]"),
         (Distances, "bf16-true", "type precision=bf16-mixed"),
         (Double, "32-true", "two dtypes meet there.* type precision=64-true; or leave out"),
         (Grad, "bf16-mixed", r"autocast\('cpu', enabled=False\):` around the call"),
@@ -94,4 +88,98 @@ def test_layers_of_one_class_are_named_together():
     model, _ = chosen.convert(nn.Sequential(OrderedDict(parts)))
     with pytest.raises(NotImplementedError) as raised, chosen.forward(torch.device("cpu")):
         model(chosen.cast(torch.ones(3, 8)))
-    assert "keep_fp32=[conv*]" in precision_advice(Failure(raised.value, model, chosen))
+    assert "keep_fp32=[conv0,conv1]" in precision_advice(Failure(raised.value, model, chosen))
+
+
+def test_a_recurrent_layer_without_a_primitive_is_given_states_of_another_dtype():
+    chosen = load_precision("bf16-true")
+    model, _ = chosen.convert(nn.Sequential(OrderedDict(body=nn.LSTM(8, 8))))
+    states = (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
+    with pytest.raises(RuntimeError) as raised:
+        model.body(torch.ones(3, 1, 8, dtype=torch.bfloat16), states)
+    advice = precision_advice(Failure(raised.value, model, chosen))
+    assert "Tensors of two dtypes meet there" in advice
+    assert "Type precision.keep_fp32=[body]" in advice
+
+
+class Square(nn.Linear):
+    """Needs float32, as a layer with an FFT does."""
+
+    def forward(self, x):
+        return super().forward(torch.linalg.inv(x).to(x.dtype))
+
+
+class Blocks(nn.Module):
+    def __init__(self, kinds):
+        super().__init__()
+        self.inlet = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(kind(4, 4) for kind in kinds)
+        self.last = Square(4, 4)
+
+    def forward(self, x):
+        x = self.inlet(x.float())
+        for block in self.blocks:
+            x = block(x) + torch.eye(4)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "typed"),
+    [((Square, Square), "inlet,blocks.*,last"), ((Square, nn.Identity), "inlet,blocks.0,last")],
+)
+def test_every_layer_that_fails_is_named_at_once(kinds, typed):
+    chosen = load_precision("bf16-true")
+    model, _ = chosen.convert(Blocks(kinds))
+
+    def call():
+        model(chosen.cast(torch.eye(4)))
+
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    advice = precision_advice(Failure(raised.value, model, chosen, call=call))
+    assert "in inlet (Linear), test_error_rules.py" in advice
+    assert f"precision.keep_fp32=[{typed}]" in advice
+    kept = load_precision("bf16-true", keep_fp32=typed.split(","))
+    model, _ = kept.convert(Blocks(kinds))
+    model(kept.cast(torch.eye(4)))
+
+
+class Double(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.zeros(1, dtype=torch.double))
+
+
+def test_a_double_in_a_forward_is_no_fault_of_the_data():
+    chosen = load_precision("32-true")
+    model, _ = chosen.convert(nn.Sequential(OrderedDict(body=Double(4, 4))))
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.eye(4))
+    advice = precision_advice(Failure(raised.value, model, chosen))
+    assert "Type precision=64-true; or leave out .float(), .double()" in advice
+
+
+class Hyper(nn.Module):
+    """The weights of a layer are outputs of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = nn.Linear(32, 32)
+        self.make = nn.Linear(32, 32 * 32)
+
+    def forward(self, x):
+        weight = self.make(x[:1]).view(32, 32)
+        return torch.func.functional_call(self.target, {"weight": weight}, (x,))
+
+
+@pytest.mark.parametrize("name", ["int8", "nvfp4", "bnb-nf4"])
+def test_made_weights_for_a_packed_layer_are_no_fault_of_the_data(name):
+    chosen = load_precision(name)
+    model, _ = chosen.convert(Hyper())
+    with pytest.raises((RuntimeError, AttributeError)) as raised:
+        model(torch.ones(3, 32))
+    advice = precision_advice(Failure(raised.value, model, chosen))
+    assert f"precision={name} converts, or give it other weights" in advice
+    assert "Type precision.ignore_modules=[target]" in advice
+    ignores = load_precision(name, ignore_modules=["target"])
+    model, _ = ignores.convert(Hyper())
+    model(torch.ones(3, 32))

@@ -168,3 +168,41 @@ def test_a_run_within_a_run_computes_as_alone_or_is_refused():
 def test_a_run_is_refused_while_another_thread_has_a_session():
     with policy_of(*TF32)[0].session():
         assert "Start the run when it is closed." in in_thread(run, "precision=32-true")
+
+
+class Padded(nn.Module):
+    """An encoder whose evaluation torch computes by nested tensors, with weights of its parts."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x):
+        return self.encoder(
+            x, src_key_padding_mask=torch.arange(6)[None] >= torch.tensor([[4], [6]])
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("bf16-mixed", {}),
+        ("16-mixed", {}),
+        ("bf16-mixed", {"emulate": True}),
+        ("bf16-true", {"keep_fp32": ["encoder.layers.0"]}),
+        ("qat-int8", {}),
+        ("bnb-int8-training", {}),
+        ("int8", {}),
+    ],
+)
+def test_a_padded_encoder_is_evaluated_as_it_is_trained(name, keys):
+    torch.manual_seed(0)
+    policy = precision(name, **keys)
+    model = policy.convert(Padded())
+    fuses = torch.backends.mha.get_fastpath_enabled()
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
+    with policy.session(), torch.no_grad(), policy.forward():
+        outputs = [model.train(mode)(policy.cast(x)) for mode in (True, False)]
+    torch.testing.assert_close(*outputs, atol=0.05, rtol=0.0)
+    assert torch.backends.mha.get_fastpath_enabled() is fuses

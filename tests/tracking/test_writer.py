@@ -208,6 +208,19 @@ def test_a_run_gets_its_status_even_if_its_artifacts_fail(work, journal):
     assert work.saved().done
 
 
+def test_points_wait_for_the_first_refused_artifact_alone(work, journal):
+    work.turn()
+    folder = journal.path.parent
+    for index in range(3):
+        (folder / f"{index}.yaml").write_text("a")
+        journal.append("artifact", path=str(folder / f"{index}.yaml"), folder="")
+    journal.append_metrics([(1, 1, {"a": 1.0})])
+    work.store.log_artifact.side_effect = UnreachableError("error code 500", doubtful=True)
+    for _ in range(8):
+        work.turn(seconds_later=10)
+    assert work.store.named("log_points") == [["create_run", [("a", 1.0, 1, 1)]]]
+
+
 def test_a_status_is_never_given_up_for_a_doubtful_answer(work, journal):
     work.turn()
     journal.append("end", status="FINISHED", error=None, time=9)

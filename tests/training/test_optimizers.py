@@ -1,8 +1,10 @@
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.torch_version import TorchVersion
 
 from runner.config.schema import RunSpec
@@ -241,6 +243,23 @@ def test_muon_takes_the_hidden_matrices():
     own = nn.Module()  # it has no linear layer
     own.matrix, own.bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     assert split(own, MUON) == {"optimizer.matrices": ["matrix"], "optimizer.rest": ["bias"]}
+
+
+@pytest.mark.parametrize(
+    ("norm", "weight"),
+    [
+        (parametrizations.weight_norm, "parametrizations.weight.original1"),
+        (parametrizations.spectral_norm, "parametrizations.weight.original"),
+        (parametrizations.orthogonal, "parametrizations.weight.original"),
+        (weight_norm, "weight_v"),
+        (spectral_norm, "weight_orig"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the older functions
+def test_muon_takes_no_gain_and_no_output_layer_of_normed_layers(norm, weight):
+    layers = {"table": nn.EmbeddingBag(5, 8), "body": norm(nn.Linear(8, 8))}
+    model = nn.Sequential(OrderedDict(layers, head=norm(nn.Linear(8, 3))))
+    assert split(model, MUON)["optimizer.matrices"] == [f"body.{weight}"]
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "vit"])

@@ -60,7 +60,6 @@ def cuda_casts() -> Iterator[None]:
     It is process-wide: see cpu_kernels.replace_kernels. torch refuses binary_cross_entropy under
     CUDA's autocast, and so it does here.
     """
-    fuses = torch.backends.mha.get_fastpath_enabled()
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:
@@ -72,14 +71,11 @@ def cuda_casts() -> Iterator[None]:
     caches_no_graphs = functorch_config.patch(enable_autograd_cache=False)
     try:
         with replace_kernels("cuda_casts", _make_kernels), caches_no_graphs:
-            # Fused attention in evaluation, which torch leaves out under CUDA's autocast.
-            torch.backends.mha.set_fastpath_enabled(False)
             # torch.autocast calls it at the end of the outermost context.
             torch.clear_autocast_cache = clear_both
             yield
     finally:
         torch.clear_autocast_cache = clear
-        torch.backends.mha.set_fastpath_enabled(fuses)
         _forget_compiled()
 
 

@@ -90,7 +90,8 @@ def classify_errors() -> Iterator[None]:
         of_store = error.error_code in STORE_CODES or _is_permanent(error)
         if of_store or error.error_code in REFUSAL_CODES:
             raise RefusedError(redact(str(error)), of_store) from error
-        is_doubtful = error.error_code == "BAD_REQUEST"
+        # A server whose storage of artifacts fails answers 500.
+        is_doubtful = error.error_code in ("BAD_REQUEST", "INTERNAL_ERROR")
         raise UnreachableError(redact(str(error)), is_doubtful) from error
     except ImportError as error:
         raise RefusedError(

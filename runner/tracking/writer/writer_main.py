@@ -64,6 +64,7 @@ class JournalTask:
         failing_since: time.monotonic() of the first of the present failures; 0 without one.
         retry_at: time.monotonic() before which it is not tried again.
         is_awaited: the run has ended, so its process waits for the end of the upload.
+        has_skipped: a batch was skipped after many attempts; a later one gets a single one.
     """
 
     def __init__(self, uploader: Any) -> None:
@@ -72,6 +73,7 @@ class JournalTask:
         self.retry_at = 0.0
         self.pause = _FIRST_PAUSE_SECONDS
         self.is_awaited = False
+        self.has_skipped = False
 
     def record_failure(self, now: float) -> float:
         """Schedule the next attempt; return for how many seconds all attempts have failed."""
@@ -242,8 +244,9 @@ class Writer:
         seconds = task.record_failure(now)
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         cause = short_cause(str(error))
-        is_refusal = error.doubtful and seconds > DOUBTFUL_REFUSAL_SECONDS
+        is_refusal = error.doubtful and (task.has_skipped or seconds > DOUBTFUL_REFUSAL_SECONDS)
         if is_refusal and not task.uploader.must_retry and task.uploader.is_answered():
+            task.has_skipped = True
             return self._handle_refusal(name, task, cause)
         task.uploader.state.save_outage(cause)
         if not self.trainer_is_alive:
