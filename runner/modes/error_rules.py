@@ -383,9 +383,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda f: f.precision.converts_layers and f.converted and _functorch_module(f) is not None,
         lambda f: (
             f"torch.func cannot pass a layer that precision={f.precision.name} converts, or give "
-            "it other weights. Type precision.ignore_modules="
-            f"[{','.join([*map(str, f.precision.ignore_modules), _functorch_module(f)])}], which "
-            "leaves it as it is, or precision=bf16-true or precision=32-true, which convert none."
+            f"it other weights. Type precision.ignore_modules=[{_functorch_module(f)}] beside "
+            "those that you typed, which leaves it as it is, or precision=bf16-true or 32-true."
         ),
     ),
     (

@@ -311,9 +311,6 @@ class Lora:
         # None in a trial that is to find the experts.
         if chosen:
             _inject(config, model, chosen)
-        # In evaluation nn.TransformerEncoderLayer reads the weights of parts without a hook.
-        for layer in lora_layers(model).values():
-            layer.register_forward_pre_hook(no_op_hook)
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -399,20 +396,16 @@ class Lora:
         Raises:
             ConfigError: a layer derives its weight from parameters that cannot give the sum.
         """
-        with suppress_warnings():
-            from peft.tuners.lora import LoraLayer
-
-        for name, module in list(model.named_modules()):
-            if isinstance(module, LoraLayer):
-                base: Any = module.get_base_layer()
-                if derived_weight.is_derived(base):
-                    total = merged(name, module.state_dict(prefix=f"{name}."), module)["weight"]
-                    hold = derived_weight.set_weight if exact else derived_weight.add_beside
-                    hold(base, total)
-                else:
-                    module.merge()  # type: ignore[operator]
-                parent, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(parent), attribute, base)
+        for name, module in lora_layers(model).items():
+            base = module.get_base_layer()
+            if derived_weight.is_derived(base):
+                total = merged(name, module.state_dict(prefix=f"{name}."), module)["weight"]
+                hold = derived_weight.set_weight if exact else derived_weight.add_beside
+                hold(base, total)
+            else:
+                module.merge()
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, base)
         for module in {stack.module for stack in expert_stacks(model)}:
             restore_stacks(module)
         # peft leaves its config on the model, where its other functions would find it.
@@ -453,6 +446,9 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
             f"adapter=lora: peft adds nothing to {refused[1]} of this model, which reads that "
             f"layer's weight in a kernel of its own. Type adapter.modules=[{patterns}]."
         ) from error
+    # In evaluation nn.TransformerEncoderLayer reads the weights of parts without a hook.
+    for layer in lora_layers(model).values():
+        layer.register_forward_pre_hook(no_op_hook)
 
 
 def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:
