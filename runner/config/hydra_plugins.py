@@ -1,14 +1,16 @@
 """Register our launchers and our sweeper with Hydra: their names and their config keys."""
 
-import site
 import sys
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.plugin import Plugin
+
+from runner.utils.files import import_paths
 
 _ROOT = "hydra_plugins"
 _SPACE = f"{_ROOT}.runner"
@@ -40,7 +42,7 @@ def register_plugins() -> None:
 
 
 def set_plugin_folders(config_dir: Path | None) -> None:
-    """Have Hydra import plugins of installed packages and those beside one's own configs alone.
+    """Have Hydra import no plugins of the working directory, but of those beside one's own configs.
 
     Hydra imports every module in the package hydra_plugins, of which Python makes any folder of
     this name in the working directory a part: it may be a stranger's.
@@ -48,12 +50,13 @@ def set_plugin_folders(config_dir: Path | None) -> None:
     Args:
         config_dir: folder of the user's own configs; None for none.
     """
-    folders = [*site.getsitepackages(), site.getusersitepackages()]
-    folders = [folder for folder in folders if folder in sys.path]
+    places = import_paths()
     if config_dir is not None:
-        folders.append(str(config_dir.absolute()))
+        places.append(str(config_dir.absolute()))
+    # As Python itself finds it: some packages are installed by a path that only its hooks know.
+    spec = PathFinder.find_spec(_ROOT, places)
     package = sys.modules.setdefault(_ROOT, ModuleType(_ROOT))
-    package.__path__ = [str(Path(folder, _ROOT)) for folder in folders]
+    package.__path__ = [*((spec and spec.submodule_search_locations) or ())]
 
 
 def register(plugin: type[Plugin]) -> None:

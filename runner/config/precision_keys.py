@@ -6,6 +6,7 @@ The schema takes every key there: jobs of a sweep run without those that their p
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
+from typing import Literal
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -39,27 +40,28 @@ def check_run_keys(config: DictConfig) -> None:
     Raises:
         ConfigError: the precision lacks a key, or as check_command.
     """
-    check_command(config)
+    check_command(config, "run")
     overrides = _parse(override_texts(config.hydra.overrides.task))
     typed = [override for override in overrides if override.type is OverrideType.CHANGE]
     _lacking_keys(config, overrides, _by_key(typed))
 
 
-def check_command(config: DictConfig) -> None:
-    """Check the folders of a run or sweep, and that each value that is typed of a key has a run.
+def check_command(config: DictConfig, kind: Literal["run", "sweep"]) -> None:
+    """Check the folder of a run or sweep, and that each value that is typed of a key has a run.
 
     Args:
         config: with Hydra's own part.
+        kind: of the command.
 
     Raises:
-        ConfigError: a folder is none for a run, a key has several values in one run, or a list of
-            values is empty or holds one of them twice.
+        ConfigError: the folder is none for this kind, a key has several values in one run, or a
+            list of values is empty or holds one of them twice.
     """
-    refuse(folder_problems(config.hydra))
+    refuse(folder_problems(config.hydra, kind))
     words = override_texts(config.hydra.overrides.task)
     former: dict[str, list[str]] = {}
     for override in _parse([*words, *override_texts(config.hydra.overrides.hydra)]):
-        key = override.get_key_element()
+        key = override.get_key_element().lstrip("+")
         values = [str(override.input_line).partition("=")[2]]
         if override.is_discrete_sweep():
             values = [*override.sweep_string_iterator()]

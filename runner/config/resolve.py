@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -80,11 +80,12 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     return spec
 
 
-def folder_problems(hydra: DictConfig) -> Iterator[str]:
-    """Yield why the folders that Hydra's own keys name are none for a run or a sweep.
+def folder_problems(hydra: DictConfig, kind: Literal["run", "sweep"]) -> Iterator[str]:
+    """Yield why the folder that Hydra's own keys name is none for a run or a sweep.
 
     Args:
         hydra: Hydra's part of a composed config.
+        kind: of the command; the other kind's folder, which a yaml may name, is not written to.
     """
     if hydra.job.chdir:
         # Relative paths, those of the data too, are read from the folder of the command.
@@ -93,19 +94,18 @@ def folder_problems(hydra: DictConfig) -> Iterator[str]:
     if subfolder != "${hydra.job.num}":
         # A sweep finds its jobs again by their numbers; its table names their settings.
         yield f"hydra.sweep.subdir={subfolder}: numbers name jobs. Leave hydra.sweep.subdir= out."
-    for key in ("run", "sweep"):
-        if not hydra[key].dir.strip():
-            yield f"hydra.{key}.dir= is empty. Type hydra.{key}.dir=<folder>, or leave it out."
-    run = Path(hydra.run.dir)
-    if any((folder / MANIFEST).exists() for folder in (run, run.parent)):
-        yield f"hydra.run.dir={run} is a folder of a sweep and its jobs. Type another folder."
-    sweep = Path(hydra.sweep.dir)
-    is_used = any(path.name.isdecimal() or path.name == RESULT for path in sweep.glob("*"))
-    if is_used and not hydra.callbacks.sweep.resume:
-        yield (
-            f"hydra.sweep.dir={sweep} holds another sweep, or a run. Type another folder, or "
-            f"sweep.resume={sweep} to continue that sweep."
-        )
+    folder = Path(hydra[kind].dir)
+    if not hydra[kind].dir.strip():
+        yield f"hydra.{kind}.dir= is empty. Type hydra.{kind}.dir=<folder>, or leave it out."
+    elif kind == "run":
+        if any((place / MANIFEST).exists() for place in (folder, folder.parent)):
+            yield f"hydra.run.dir={folder} is a folder of a sweep and its jobs. Type another folder."
+    elif not hydra.callbacks.sweep.resume:
+        if any(path.name.isdecimal() or path.name == RESULT for path in folder.glob("*")):
+            yield (
+                f"hydra.sweep.dir={folder} holds another sweep, or a run. Type another folder, or "
+                f"sweep.resume={folder} to continue that sweep."
+            )
 
 
 def flatten(spec: RunSpec) -> dict[str, str]:

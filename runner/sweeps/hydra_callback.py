@@ -159,7 +159,7 @@ def _prepare(config: DictConfig) -> None:
         ConfigError: the command combines what does not go together.
         Unavailable: mode=advise cannot run on this machine.
     """
-    precision_keys.check_command(config)
+    precision_keys.check_command(config, "sweep")
     if config.checkpoint.resume is not None:
         raise ConfigError(
             "checkpoint.resume resumes one run. Leave -m out, or type "

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -62,7 +63,9 @@ def link_out_of(folder: Path, place: Path) -> Path | None:
     The folder itself may be a link, for example to another disk.
     """
     root = os.path.realpath(folder)
-    for path in (place, *place.rglob("*")):
+    # Of thousands of files only links are resolved, which asks the file system for each folder.
+    links = (path for path in place.rglob("*") if path.is_symlink())
+    for path in chain([place], links):
         if not Path(os.path.realpath(path)).is_relative_to(root):
             return path
     return None
@@ -196,6 +199,11 @@ def package_file(package: str, inside: str) -> Path | None:
     return None
 
 
+def import_paths() -> list[str]:
+    """Return sys.path without the working directory, which may be a stranger's."""
+    return [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
+
+
 @contextmanager
 def read_as_data() -> Iterator[None]:
     """Have the libraries that are called inside take the files that they read for data alone.
@@ -209,7 +217,7 @@ def read_as_data() -> Iterator[None]:
     before = {name: os.environ[name] for name in changes if name in os.environ}
     path = [*sys.path]
     os.environ.update(changes)
-    sys.path[:] = [entry for entry in path if Path(entry).resolve() != Path.cwd()]
+    sys.path[:] = import_paths()
     try:
         yield
     finally:

@@ -264,6 +264,7 @@ TWICE = message_table("""
 optimizer.lr=0.1 optimizer.lr=0.2 => optimizer.lr=0.2: type optimizer.lr= once, with one value
 precision=32-true precision=16-mixed => precision=16-mixed: type precision= once, with one value
 -m seed=0 seed=1 => seed=1: type seed= once, with one value, or after -m with different ones
+seed=1 ++seed=2 => ++seed=2: type seed= once, with one value
 hydra.run.dir=a hydra.run.dir=b => hydra.run.dir=b: type hydra.run.dir= once
 """)
 
@@ -282,6 +283,11 @@ def test_a_second_sweep_in_a_folder_is_refused(quick, tmp_path):
     done = quick("-m", "seed=0,1", "optimizer.lr=0.1", "hydra.sweep.dir=swept")
     check_refused(done, "hydra.sweep.dir=swept holds another sweep", "sweep.resume=swept")
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "swept").rglob("*")}
+
+
+def test_the_folder_of_sweeps_that_a_yaml_fixes_is_free_for_a_single_run(quick, tmp_path):
+    (tmp_path / "swept" / "0").mkdir(parents=True)
+    assert quick("mode=plan", "hydra.sweep.dir=swept").rc == 0
 
 
 @pytest.mark.parametrize("folder", ["swept", "swept/7"])

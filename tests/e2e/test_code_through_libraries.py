@@ -74,10 +74,15 @@ def test_hydra_finds_plugins_where_they_are_installed_or_typed(tmp_path, monkeyp
     import hydra_plugins
 
     monkeypatch.setattr(hydra_plugins, "__path__", [*hydra_plugins.__path__])
+    # A package that is installed as its source folder, in a line of a .pth file.
+    source = tmp_path.parent / f"{tmp_path.name}-source"
+    for folder in (tmp_path, tmp_path / "conf", source):
+        (folder / "hydra_plugins").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(source)])
     set_plugin_folders(Path("conf"))
     *installed, own = hydra_plugins.__path__
     assert own == str(tmp_path / "conf" / "hydra_plugins")
-    assert installed
+    assert installed[-1] == str(source / "hydra_plugins")
     assert not any(Path(folder).is_relative_to(tmp_path) for folder in installed)
     set_plugin_folders(None)
     assert [*hydra_plugins.__path__] == installed

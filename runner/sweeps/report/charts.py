@@ -274,7 +274,7 @@ class _Charts:
             return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in gate.looks]
         tested = [(c.group, c.difference) for c in self.judged if c.difference]
         # Differences of several metrics are in no common unit.
-        if len({group.jobs[0].quality for group, _ in tested}) > 1:
+        if len({group.metric for group, _ in tested}) > 1:
             return []
         return [
             (group.name, self.style_of[group.name][0], one.value, one.ci_half_width)

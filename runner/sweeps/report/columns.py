@@ -369,7 +369,7 @@ def _row_rank(c: Comparison) -> tuple[int, float, float]:
     speed = c.speed_ratio.value if c.speed_ratio else 0.0
     if c.difference is None:
         return -1 if c.is_baseline else _ROW_ORDER.index(Verdict.UNJUDGED), -speed, 0.0
-    sign = 1 if c.group.jobs[0].direction == "max" else -1
+    sign = 1 if c.group.direction == "max" else -1
     return _ROW_ORDER.index(c.difference.verdict), -speed, -sign * c.difference.value
 
 

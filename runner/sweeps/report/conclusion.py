@@ -42,7 +42,7 @@ from runner.sweeps.verdict.compare import (
     caveats_of,
     sweep_letter,
 )
-from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS
+from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Verdict
 from runner.training.callbacks.summary import MIN_TIMED_MS
 from runner.utils.formatting import format_duration, format_number, format_percent, grouped
 from runner.utils.terminal import quote_command
@@ -130,10 +130,12 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
 
 
 def _is_resumable(data: SweepData, words: Sequence[str]) -> bool:
-    """Return whether the sweep itself can get what an answer lacks: more seeds in its list."""
+    """Return whether the sweep itself can get what an answer lacks: more seeds in its list, or
+    another tolerance."""
+    keys = {word.partition("=")[0] for word in words}
     overrides = [word for result in data.results for word in result.overrides]
     has_list = any(word.startswith("seed=") for word in overrides)
-    return has_list and bool(data.folder) and [word.partition("=")[0] for word in words] == ["seed"]
+    return bool(data.folder) and (keys == {"advise.max_gap"} or (has_list and keys == {"seed"}))
 
 
 def _answer_sentence(data: SweepData, answer: Answer) -> str:
@@ -293,7 +295,7 @@ def _untimed_answer(others: Sequence[Comparison]) -> Answer:
         # Without its standard deviation: the difference has another ±, an interval.
         mean = format_number(other.group.quality.mean)
         parts.append(f"{other.group.name} {mean} ({verdict})")
-    quality = others[0].group.jobs[0].quality
+    quality = others[0].group.metric
     against = f" {quality} against {BASELINE}: {join_names(parts)}." if parts else ""
     jobs = [job for other in others for job in other.group.jobs]
     words: tuple[str, ...] = ()
@@ -315,14 +317,14 @@ def _untimed_answer(others: Sequence[Comparison]) -> Answer:
 def _loss_gap(comparison: Comparison) -> float:
     """Return by how much the quality is worse than the baseline's, in its own unit."""
     assert comparison.difference is not None
-    sign = -1 if comparison.group.jobs[0].direction == "max" else 1
+    sign = -1 if comparison.group.direction == "max" else 1
     return sign * comparison.difference.value
 
 
 def _group_facts(group: Group) -> str:
     """Return a group's mean quality, its number of seeds and its speed."""
     assert group.quality is not None
-    facts = f"{group.jobs[0].quality} {format_mean_sd(group.quality)}"
+    facts = f"{group.metric} {format_mean_sd(group.quality)}"
     if group.quality.n > 1:
         facts += f" ({group.quality.n} seeds)"
     if group.speed:
@@ -354,7 +356,7 @@ def _checkpoint_sentence(groups: Sequence[Group]) -> str:
     trained_quality = ""
     if first.quality and first.change:
         trained_quality = format_number(first.quality.mean - first.change.mean)
-    quality = first.jobs[0].quality
+    quality = first.metric
     return f"{quality} was {trained_quality} as trained in {trained_in}: {'; '.join(changes)}."
 
 
@@ -387,7 +389,7 @@ def _unjudged_answer(others: Sequence[Comparison]) -> Answer:
     least = _least_memory_words(timed, fastest)
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
     costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")
-    quality = f"{fastest.group.jobs[0].quality} differs{gap}"
+    quality = f"{fastest.group.metric} differs{gap}"
     words = _seed_list(others, MIN_SEEDS)
     return Answer(f"{costs}{least}. Whether {quality} takes more seeds to judge.", words)
 
@@ -398,9 +400,9 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
     Recommended is the fastest group that is measurably faster and shown to be as good. Where a
     faster one is neither shown to be as good nor found worse, the answer is open.
     """
-    quality = ended[0].group.jobs[0].quality
+    quality = ended[0].group.metric
     baseline = next(comparison for comparison in ended if comparison.is_baseline)
-    complete = [other for other in others if other.group.is_complete]
+    complete = [other for other in others if other.group.is_complete and other.difference]
     timed = [other for other in complete if other.speed_ratio and not other.is_worse]
     stay = (f"precision={BASELINE}",)
     if not timed:
@@ -445,7 +447,7 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
         return Answer(text, words, "to keep such updates")
     difference = rival.difference
     assert difference is not None
-    quality = group.jobs[0].quality
+    quality = group.metric
     worst = _loss_gap(rival) + difference.ci_half_width
     numbers = f"{format_interval(difference.value, difference.ci_half_width, '+')}, "
     if math.isnan(difference.margin):
@@ -456,16 +458,15 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
         f"{start} its {quality} may be {worst:.2g} worse ({numbers}{difference.n} seeds, tolerated "
         f"{difference.margin:.2g})."
     )
-    needed = difference.seeds_needed
-    if needed is None and difference.n >= MIN_SEEDS:
+    if difference.verdict is Verdict.UNJUDGED:
+        text = f"{start} one seed does not show whether its {quality} differs."
+    count = difference.seeds_needed
+    if count is None:
         return Answer(f"{text} At this difference {MAX_SEEDS} seeds would not show that it is not.")
-    count = MIN_SEEDS if needed is None else needed
     seconds = sum(fmean(job.seconds for job in other.group.jobs) for other in ended)
     added = format_duration(seconds * (count - difference.n))
-    start = (
-        f"A verdict takes {count} seeds" if needed is None else f"About {count} seeds would decide"
-    )
-    return Answer(f"{text} {start}, {added} more.", _seed_list(ended, count))
+    text = f"{text} About {count} seeds would decide, {added} more."
+    return Answer(text, _seed_list(ended, count))
 
 
 def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:

@@ -129,7 +129,7 @@ def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
         return None
     for candidate in ended:
         values = qualities_by_seed(candidate.group)
-        direction = candidate.group.jobs[0].direction
+        direction = candidate.group.direction
         others = [qualities_by_seed(c.group) for c in ended if c is not candidate]
         # Better by whatever amount: nothing is tolerated.
         none = Tolerance(max_gap=0.0)
@@ -187,14 +187,14 @@ def settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) 
 
 def best_group(groups: Sequence[Group]) -> Group:
     """Return the group with the best mean quality; every group must have one."""
-    pick = max if groups[0].jobs[0].direction == "max" else min
+    pick = max if groups[0].direction == "max" else min
     return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
 
 
 def _best_sentence(groups: Sequence[Group]) -> str:
     """Return the best group, and the best group of each other precision."""
     best = best_group(groups)
-    sentence = f"Best {best.jobs[0].quality}: {best.name} with {format_mean_sd(best.quality)}"
+    sentence = f"Best {best.metric}: {best.name} with {format_mean_sd(best.quality)}"
     rest = [group for group in groups if group.precision != best.precision]
     by_precision = grouped((group.precision, group) for group in rest)
     others = [best_group(of_precision) for of_precision in by_precision.values()]

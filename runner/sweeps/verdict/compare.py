@@ -97,6 +97,16 @@ class Group:
         return self.jobs[0].settings
 
     @property
+    def metric(self) -> str:
+        """Return the name of the quality; a job that failed early does not know it."""
+        return next((job.quality for job in self.jobs if job.quality), "")
+
+    @property
+    def direction(self) -> Literal["max", "min"]:
+        """Return whether a greater ("max") or a smaller ("min") quality is better."""
+        return next((job.direction for job in self.jobs if job.quality), "max")
+
+    @property
     def is_on_cpu(self) -> bool:
         """Return whether the device is a CPU."""
         return any(job.is_on_cpu for job in self.jobs)
@@ -365,7 +375,7 @@ def _has_comparable_quality(comparison: Comparison) -> bool:
         return False
     if group.quality is None or baseline.quality is None:
         return False
-    return group.jobs[0].quality == baseline.jobs[0].quality
+    return group.metric == baseline.metric
 
 
 def _difference(comparison: Comparison, tolerance: Tolerance, family_size: int) -> Difference:
@@ -373,14 +383,14 @@ def _difference(comparison: Comparison, tolerance: Tolerance, family_size: int) 
     assert comparison.baseline is not None
     qualities = qualities_by_seed(comparison.group)
     others = qualities_by_seed(comparison.baseline)
-    direction = comparison.baseline.jobs[0].direction
+    direction = comparison.baseline.direction
     return quality_test(qualities, others, direction, tolerance, family_size)
 
 
 def qualities_by_seed(group: Group) -> SeedValues:
-    """Return (seed, quality) of each complete job."""
+    """Return (seed, quality) of each complete job that was evaluated."""
     complete = [job for job in group.jobs if job.outcome == "finished"]
-    return [(job.seed, job.metrics[job.quality]) for job in complete]
+    return [(job.seed, job.metrics[job.quality]) for job in complete if job.quality in job.metrics]
 
 
 def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from statistics import fmean, median, stdev
 from typing import Literal
 
@@ -101,12 +102,10 @@ class Tolerance:
             spread: standard deviation of the baseline's loss between seeds.
             seeds: that it was measured by.
         """
-        from scipy.stats import chi2
-
         gap = self.gap(spread)
         if self.max_gap is not None or seeds < 2:
             return gap
-        return gap * math.sqrt((seeds - 1) / float(chi2.ppf(1 - ERROR_RATE, seeds - 1)))
+        return gap * _surely_measured_share(seeds)
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,8 @@ class Difference:
             with one seed.
         margin: largest difference that is surely tolerated, see Tolerance.certain_gap.
         seeds_needed: how many seeds would show it within tolerance, if the mean and the spreads
-            stay as they are; None for more than MAX_SEEDS, or where nothing is missing.
+            stay as they are, at least MIN_SEEDS; None for more than MAX_SEEDS, or where nothing is
+            missing.
     """
 
     verdict: Verdict
@@ -270,7 +270,7 @@ def non_inferiority_test(
     margin = tolerance.gap(spread)
     certain = tolerance.certain_gap(spread, len(baseline))
     if n < 2:
-        return Difference(Verdict.UNJUDGED, mean, n, margin=certain)
+        return Difference(Verdict.UNJUDGED, mean, n, margin=certain, seeds_needed=MIN_SEEDS)
 
     # The claim "worse" is corrected for the number of precisions: any false one misleads the
     # reader. "Indistinguishable" is a claim about one precision and is not corrected.
@@ -291,14 +291,15 @@ def non_inferiority_test(
 def _seeds_needed(difference: MeanDifference, spread: float, tolerance: Tolerance) -> int | None:
     """Return the seeds with which non_inferiority_test() finds a difference within the tolerance.
 
-    The mean and the spreads are taken to stay as they are. None for more than MAX_SEEDS.
+    The mean and the spreads are taken to stay as they are. None for more than MAX_SEEDS; for a
+    difference of fewer than MIN_SEEDS seeds, whose spread says little, at least MIN_SEEDS.
     """
     for count in range(max(difference.n + 1, MIN_SEEDS), MAX_SEEDS + 1):
         error = difference.standard_error * math.sqrt(difference.n / count)
         half_width = _quantile(ERROR_RATE, count - 1) * error
         if difference.value + half_width <= tolerance.certain_gap(spread, count):
             return count
-    return None
+    return MIN_SEEDS if difference.n < MIN_SEEDS else None
 
 
 def baseline_spread(losses: Sequence[float]) -> float:
@@ -333,6 +334,15 @@ def _logarithms(group: SeedValues) -> SeedValues:
     return [(seed, None if value is None else math.log(value)) for seed, value in group]
 
 
+@cache
+def _surely_measured_share(seeds: int) -> float:
+    """Return the lower confidence bound of a standard deviation over the measured one."""
+    from scipy.stats import chi2
+
+    return math.sqrt((seeds - 1) / float(chi2.ppf(1 - ERROR_RATE, seeds - 1)))
+
+
+@cache
 def _quantile(one_sided_error: float, freedom: float) -> float:
     """Return the quantile of Student's t distribution that a one-sided error leaves above."""
     from scipy.stats import t

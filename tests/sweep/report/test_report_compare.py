@@ -12,12 +12,13 @@ from runner.sweeps.report.columns import groups_table, sweep_table
 from runner.sweeps.report.conclusion import conclusion_text, next_command, only_answer
 from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import summary_markdown
+from runner.sweeps.report.settings_grid import best_group
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
 from runner.sweeps.verdict.statistics import Spread, Tolerance
 
 
-def seeds(precision, qualities, speeds=(100.0, 100.0, 100.0), **more):
+def seeds(precision, qualities, speeds=(100.0, 100.0, 100.0, 100.0), **more):
     """Return a job of each seed from 0."""
     pairs = enumerate(zip(qualities, speeds, strict=False))
     return [finished(precision, s, q, examples_per_second=v, **more) for s, (q, v) in pairs]
@@ -155,6 +156,7 @@ def test_the_baseline_has_the_same_settings_and_device():
     assert (alone.baseline, alone.speed_ratio) == (None, None)
 
 
+FAST = (200.0, 204.0, 208.0, 212.0)
 NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.72)
 
 
@@ -241,6 +243,42 @@ def test_a_group_with_a_failed_seed_is_not_recommended():
     text = conclusion_of(*seeds("32-true", NOISY), *fast, *seeds("c", SAME, (110.0,) * 3))
     assert text.startswith("Train in c: 1.10 × as fast")
     assert text.endswith("Diverged: b (1 of 3).")
+
+
+def by_loss(jobs):
+    """Return jobs with their quality as the loss, of which less is better."""
+    changes = {"quality": "val/loss", "direction": "min"}
+    losses = [job.metrics.get("val/accuracy") for job in jobs]
+    metrics = [{} if loss is None else {"val/loss": loss} for loss in losses]
+    pairs = zip(jobs, metrics, strict=True)
+    return [replace(job, metrics=own, **changes) for job, own in pairs]
+
+
+@pytest.mark.parametrize("first", [lost("32-true"), *by_loss([finished("32-true", 0, None)])])
+def test_a_first_job_without_the_metric_leaves_the_verdict_to_the_other_seeds(first):
+    base = by_loss(seeds("32-true", (0.9, 0.91, 0.92, 0.93)))[1:]
+    fast = by_loss(seeds("b", (0.9, 0.911, 0.919, 0.93), FAST))
+    text = conclusion_of(first, *base, *fast)
+    assert "val/loss: within tolerance (+0.0000 ± 0.0017, 3 seeds)" in text
+    assert text.startswith("Train in b: 2.0")
+    lowest = by_loss(seeds("c", (0.7, 0.7)))[1:]
+    assert best_group(group_jobs([lost("c"), *lowest, *fast])).precision == "c"
+
+
+@pytest.mark.parametrize(
+    ("qualities", "answer"), [(WORSE, "in val/accuracy c is worse"), (SAME, "nothing as good")]
+)
+def test_a_precision_with_another_metric_is_not_compared(qualities, answer):
+    other = by_loss(seeds("b", SAME, FAST))
+    text = conclusion_of(*seeds("32-true", NOISY), *other, *seeds("c", qualities))
+    assert text.startswith(f"Stay with 32-true: {answer}")
+
+
+def test_a_fast_precision_of_one_seed_among_others_of_several():
+    jobs = [*seeds("32-true", NOISY), *seeds("c", SAME), *seeds("b", SAME[:1], FAST)]
+    assert (
+        "but one seed does not show whether its val/accuracy differs. About 3 seeds would decide"
+    ) in conclusion_of(*jobs)
 
 
 REACHED = "It reached val/accuracy 0.9, 100 examples/s."
@@ -501,14 +539,13 @@ def test_an_interval_shows_two_digits_of_its_error(value, error, text):
     assert format_interval(value, error) == text
 
 
-FAST = (200.0, 204.0, 208.0)
 LOSSES = {"train/loss": np.array([range(1, 31), range(30), [2.3] * 30])}
 UNPROVEN = {
     "two seeds that lose 10 and 6 points": (
         {"32-true": (0.95, 0.94), "b": (0.85, 0.88)},
         {},
-        "its val/accuracy may be 0.21 worse (-0.08 ± 0.13, 2 seeds, tolerated 0.0036). A "
-        "verdict takes 3 seeds, 5 s more. Type sweep.resume=s seed=0,1,2.",
+        "its val/accuracy may be 0.21 worse (-0.08 ± 0.13, 2 seeds, tolerated 0.0036). "
+        "About 3 seeds would decide, 5 s more. Type sweep.resume=s seed=0,1,2.",
     ),
     "three seeds that lose 10, 6 and 2 points": (
         {"32-true": (0.95, 0.93, 0.93), "b": (0.85, 0.87, 0.91)},
@@ -532,7 +569,7 @@ UNPROVEN = {
         {"32-true": (1.0,) * 3, "b": (1.0,) * 3},
         {},
         "the seeds of 32-true do not differ, so that no tolerance is known. Type "
-        "advise.max_gap=0.01 to accept a difference of 0.01.",
+        "sweep.resume=s advise.max_gap=0.01 to accept a difference of 0.01.",
     ),
 }
 
