@@ -78,19 +78,39 @@ def given_model(name: str) -> nn.Module:
 def _copy_of(role: str, name: str, found: Any, remedy: str, others: Sequence[Any] = ()) -> Any:
     """Return a copy of an object, which a run may change; for `others` see _shared_part.
 
+    What a function or another object refers to, too, and holds no weights (a config, the features
+    that a hook keeps) stays one object in the copy.
+
     Raises:
         ConfigError: it cannot be copied, or a part of its copy would still refer to the object.
     """
-    memo: dict[int, Any] = {}
+    shared: list[Any] = []
     try:
-        made = copy.deepcopy(found, memo)
+        while True:
+            memo = {id(part): part for part in shared}
+            made = copy.deepcopy(found, memo)
+            reference = _shared_part(memo, others)
+            if reference is None or _holds_weights(reference[1]):
+                break
+            shared.append(reference[1])
     except Exception as error:  # of whatever type: objects copy themselves as they like
         reason = " ".join(str(error).split())
         raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.") from error
-    reason = _shared_part(memo, others) or _copy_parameter_attributes(found, memo)
+    if reference:
+        owner, part = reference
+        reason = f"{owner} refers to the {type(part).__name__} that was given"
+    else:
+        reason = _copy_parameter_attributes(found, memo)
     if reason:
         raise ConfigError(f"{role}={name} cannot be copied: {reason}. Give {remedy}.")
     return made
+
+
+def _holds_weights(part: Any) -> bool:
+    """Return whether an object is, or leads to, a module or a tensor."""
+    memo: dict[int, Any] = {}
+    copy.deepcopy(part, memo)
+    return any(isinstance(made, nn.Module | torch.Tensor) for made in memo.values())
 
 
 def _copy_parameter_attributes(found: Any, memo: dict[int, Any]) -> str:
@@ -103,9 +123,9 @@ def _copy_parameter_attributes(found: Any, memo: dict[int, Any]) -> str:
     return ""
 
 
-def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
+def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> tuple[str, Any] | None:
     """Return what in the copies that copy.deepcopy has made refers to an object that was copied,
-    as functions do, which it does not copy; empty without any.
+    as functions do, which it does not copy, and that object; None without any.
 
     Args:
         memo: of copy.deepcopy: copies by the ids of the originals.
@@ -122,12 +142,11 @@ def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> str:
             is_copied = memo.get(id(part), part) is not part
             # What is hashed by its value (a device, a path) does not change.
             if owner is not None and is_copied and type(part).__hash__ in _BY_IDENTITY:
-                word = getattr(owner, "__qualname__", type(owner).__name__)
-                return f"{word} refers to the {type(part).__name__} that was given"
+                return getattr(owner, "__qualname__", type(owner).__name__), part
             if id(part) not in known and isinstance(part, _CARRIERS) and not isclass(part):
                 known.add(id(part))
                 pending.append((part if isinstance(part, FunctionType) else owner or part, part))
-    return ""
+    return None
 
 
 def _referents(value: Any, memo: Mapping[int, Any]) -> Iterable[Any]:

@@ -2,7 +2,7 @@
 
 import weakref
 from functools import lru_cache, partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -40,9 +40,9 @@ def default_of_a_function(net):
     net.block = lambda x, parts=(net.inner,): parts[0](x)
 
 
-def hook_over_a_shared_dict(net):
-    net.features = features = {}
-    net.inner.register_forward_hook(lambda module, x, y: features.update(y=y))
+def function_over_a_table_of_modules(net):
+    net.table = table = {"inner": [net.inner]}
+    net.block = lambda x: table["inner"][0](x)
 
 
 def weak_reference(net):
@@ -63,7 +63,7 @@ def hook_on_a_gradient(net):
         (function_over_self, r"<lambda> refers to the Net that was"),
         (replaced_forward, r"refers to the Linear that was given"),
         (default_of_a_function, r"refers to the Linear that was given"),
-        (hook_over_a_shared_dict, r"refers to the dict that was given"),
+        (function_over_a_table_of_modules, r"refers to the dict that was given"),
         (weak_reference, "ReferenceType refers to the Linear that was given"),
         (cached_method, "Linear.forward refers to the Linear that was given"),
         (hook_on_a_gradient, "a hook on the gradient of inner.weight belongs to the parameter"),
@@ -88,6 +88,27 @@ def test_what_is_given_beside_a_module_does_not_refer_to_it(role):
         other[0].net = net
     with pytest.raises(ConfigError, match="refers to the Net that was given"):
         given(net, **{role: other})
+
+
+@pytest.mark.parametrize("role", ["loss", "callbacks"])
+@pytest.mark.parametrize("config", [{"smoothing": 0.1}, SimpleNamespace(smoothing=0.1)])
+def test_a_config_that_a_module_shares_with_others_stays_one(role, config):
+    net = Net()
+    net.config = config
+    reads = SimpleNamespace(config=config)
+    other = {"loss": lambda output, target: config, "callbacks": [reads]}[role]
+    copied = given(net, **{role: other})
+    assert copied.config is config
+    assert copied.inner.weight is not net.inner.weight
+
+
+def test_the_features_that_a_hook_keeps_are_those_of_the_copy():
+    net = Net()
+    net.features = features = {}
+    net.inner.register_forward_hook(lambda module, x, y: features.update(y=y))
+    copied = given(net, loss=lambda output, target: features["y"].sum())
+    output = copied(torch.ones(1, 4))
+    assert copied.features["y"] is output is features["y"]
 
 
 def test_a_copy_has_parts_and_attributes_of_its_own():

@@ -39,7 +39,8 @@ def results(folder):
 
 
 def answer(folder):
-    return conclusion_sentence(load_from_folder(folder).compared)
+    data = load_from_folder(folder)
+    return conclusion_sentence(data, data.compared)
 
 
 def axes(page):
