@@ -105,11 +105,10 @@ def _prepare(path: Path, uri: str | None, experiment: str | None) -> str | None:
             f"({describe_key_location()}) nor the store here. Type tracking.uri=<store that you "
             "trust>"
         )
-    is_redirected = uri is not None or experiment is not None
     progress = UploadState(path)
     deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS
     while not progress.acquire_lock():
-        if not is_redirected:  # the writer that has the journal uploads it
+        if uri is None and experiment is None:  # the writer that has the journal uploads it
             return None
         if time.monotonic() > deadline:
             return "another process is uploading it"

@@ -94,10 +94,10 @@ def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
         ConfigError: a list lacks a value that the sweep has, or the sweep cannot take more jobs.
     """
     words = [*command]
-    fixing = [word for word in words if word.startswith(_FIXING_WORDS)]
-    if lists and fixing and not fixing[0].endswith("=isolated"):
+    fixing = fixing_word(words)
+    if lists and fixing:
         raise ConfigError(
-            f"{lists[0]}: lists cannot get longer in a sweep with {fixing[0]}. Start a new sweep; "
+            f"{lists[0]}: lists cannot get longer in a sweep with {fixing}. Start a new sweep; "
             "runner report <A> <B> reports both."
         )
     for word in map(as_typed, rewrite_arguments(lists)):
@@ -118,6 +118,13 @@ def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
             )
         words[places[-1]] = word
     return words
+
+
+def fixing_word(command: Sequence[str]) -> str:
+    """Return the word of a sweep's command that keeps its lists from getting longer; empty without
+    any."""
+    fixing = (word for word in command if word.startswith(_FIXING_WORDS))
+    return next((word for word in fixing if not word.endswith("=isolated")), "")
 
 
 def _listed_values(word: str) -> list[str]:

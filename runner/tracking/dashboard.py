@@ -293,9 +293,9 @@ def tags_to_set(
             new_tags[tag] = new
     note = dashboard_note(experiment_id, {**existing, **new_tags})
     old_note = existing.get(NOTE_TAG) or ""
-    # A note of ours holds links alone; the last text is an earlier version's.
+    # A note of ours holds links alone.
     rest = re.sub(r"\[[^\n]*?\]\(#/\S*\)( · )?", "", old_note)
-    if old_note != note and (not old_note or rest in (_NOTE_BEGIN, ", also after a reload")):
+    if old_note != note and (not old_note or rest == _NOTE_BEGIN):
         new_tags[NOTE_TAG] = note
     return new_tags
 

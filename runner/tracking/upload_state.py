@@ -234,8 +234,6 @@ class UploadState:
         for each in fields(self):
             if isinstance(content, dict) and each.name in content:
                 setattr(self, each.name, content[each.name])
-        if self.run_id == "":  # an earlier version has taken a gateway's answers for the store's
-            self.run_id, self.offset, self.done = None, 0, False
         return True
 
 

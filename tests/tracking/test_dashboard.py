@@ -139,7 +139,6 @@ def test_the_note_links_to_the_newest_sweeps_whatever_the_servers_address():
 @pytest.mark.parametrize(
     ("note", "is_ours"),
     [
-        ("[Precisions compared: the dashboard](#/experiments/7/runs), also after a reload", True),
         ("Lost the charts after a reload? Open them again: [a](#/x) · [b](#/y)", True),
         ("Lost the charts after a reload? Open them again: [a](#/x). Ask Ann.", False),
         ("[a](#/x)", False),

@@ -342,14 +342,6 @@ def test_a_damaged_upload_state_starts_over_and_looks_for_the_run(journal):
     progress.release_lock()
 
 
-def test_a_record_without_a_run_is_not_uploaded(journal):
-    """An earlier version took `{}` for the store's answers to everything."""
-    journal.path.with_suffix(".state").write_text('{"run_id": "", "offset": 9, "done": true}')
-    state = UploadState(journal.path)
-    assert state.read()
-    assert (state.run_id, state.offset, state.done) == (None, 0, False)
-
-
 def test_the_writer_rests_the_less_the_more_waits_and_not_once_the_run_has_ended():
     assert rest_seconds(0.5, backlog=0.0, is_awaited=False) == 0.5 * REST_FACTOR
     assert rest_seconds(0.5, backlog=3.0, is_awaited=False) == 0.5 * REST_FACTOR / 16

@@ -33,7 +33,7 @@ from runner.sweeps.report.wording import (
     stagnation_sentence,
     verdict_word,
 )
-from runner.sweeps.sweep_resume import RESUME_KEY, RUNNER_COMMAND, resume_text
+from runner.sweeps.sweep_resume import RESUME_KEY, RUNNER_COMMAND, fixing_word, resume_text
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_SEEDS,
@@ -113,10 +113,7 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
     typed = only_answer(compared).words
     if _is_resumable(data, typed):
         return resume_text(data.folder, *typed)
-    words: list[str] = []
-    # A store may hold what nobody could type.
-    with suppress(ValueError):
-        words = shlex.split(data.commands[0]) if len(data.commands) == 1 else []
+    words = _command_words(data)
     if words[:3] != RUNNER_COMMAND or given_keys() or not typed:
         return ""
     dropped = [word.partition("=")[0] + "=" for word in typed]
@@ -129,13 +126,22 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
     return quote_command([*RUNNER_COMMAND, *kept, *typed])
 
 
+def _command_words(data: SweepData) -> list[str]:
+    """Return the words of the sweep's command; empty for several commands."""
+    # A store may hold what nobody could type.
+    with suppress(ValueError):
+        return shlex.split(data.commands[0]) if len(data.commands) == 1 else []
+    return []
+
+
 def _is_resumable(data: SweepData, words: Sequence[str]) -> bool:
     """Return whether the sweep itself can get what an answer lacks: more seeds in its list, or
     another tolerance."""
     keys = {word.partition("=")[0] for word in words}
     overrides = [word for result in data.results for word in result.overrides]
     has_list = any(word.startswith("seed=") for word in overrides)
-    return bool(data.folder) and (keys == {"advise.max_gap"} or (has_list and keys == {"seed"}))
+    takes_seeds = has_list and not fixing_word(_command_words(data))
+    return bool(data.folder) and (keys == {"advise.max_gap"} or (takes_seeds and keys == {"seed"}))
 
 
 def _answer_sentence(data: SweepData, answer: Answer) -> str:

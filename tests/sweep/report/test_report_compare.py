@@ -274,6 +274,17 @@ def test_a_precision_with_another_metric_is_not_compared(qualities, answer):
     assert text.startswith(f"Stay with 32-true: {answer}")
 
 
+@pytest.mark.parametrize("fixing", ["launcher=slurm", "sweep=every_precision"])
+def test_a_sweep_whose_lists_cannot_get_longer_is_not_resumed_for_more_seeds(fixing):
+    jobs = [*seeds("32-true", (0.90, 0.91, 0.92)), *seeds("b", (0.905, 0.902, 0.92), FAST)]
+    command = f"python -m runner -m precision=32-true,b seed=0,1,2 {fixing}"
+    data = SweepData([*map(Job, jobs)], [command], folder="s")
+    assert "more. Type seed=0,1,2,3,4,5." in conclusion_text(data)
+    assert next_command(data, data.compared) == (
+        f"python -m runner -m precision=32-true,b {fixing} seed=0,1,2,3,4,5"
+    )
+
+
 def test_a_fast_precision_of_one_seed_among_others_of_several():
     jobs = [*seeds("32-true", NOISY), *seeds("c", SAME), *seeds("b", SAME[:1], FAST)]
     assert (
