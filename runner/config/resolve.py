@@ -99,9 +99,10 @@ def folder_problems(hydra: DictConfig, kind: Literal["run", "sweep"]) -> Iterato
         yield f"hydra.{kind}.dir= is empty. Type hydra.{kind}.dir=<folder>, or leave it out."
     elif kind == "run":
         if any((place / MANIFEST).exists() for place in (folder, folder.parent)):
-            yield f"hydra.run.dir={folder} is a folder of a sweep and its jobs. Type another folder."
-    elif not hydra.callbacks.sweep.resume:
-        if any(path.name.isdecimal() or path.name == RESULT for path in folder.glob("*")):
+            yield f"hydra.run.dir={folder} is a folder of a sweep and its jobs. Type another one."
+    else:
+        is_used = any(path.name.isdecimal() or path.name == RESULT for path in folder.glob("*"))
+        if is_used and not hydra.callbacks.sweep.resume:
             yield (
                 f"hydra.sweep.dir={folder} holds another sweep, or a run. Type another folder, or "
                 f"sweep.resume={folder} to continue that sweep."
