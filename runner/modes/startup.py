@@ -119,9 +119,10 @@ def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | 
     with suppress(OSError, ValueError):  # earlier versions wrote none
         former = read_text(path)
     # Examples that are others each time that they are read have no digest to compare.
-    if resumed and former != text and describe() == described:
+    action = run.spec.guard.data if resumed and former != text else "ignore"
+    if action != "ignore" and describe() == described:
         message = f"the data have changed since the checkpoint: before {former}, now {text}"
-        if run.spec.guard.data == "stop":
+        if action == "stop":
             raise ConfigError(
                 f"checkpoint.resume: {message}. Examples of the training may be among those of the "
                 "validation. Put the former data back, or type guard.data=warn to train on, or "

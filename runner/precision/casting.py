@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
 from runner.utils.modules import tensors_named
+from runner.utils.reproducibility import is_dense
 from runner.utils.tensors import memory_of
 
 
@@ -160,17 +161,16 @@ class CastCacheWatch(TorchFunctionMode):
         return result
 
 
-def lost_whole_number(inputs: Mapping[str | int, Any], dtype: torch.dtype) -> str:
-    """Return in words a whole number that a dtype cannot hold, of the columns of inputs in which
-    all numbers are whole; empty without one. The last dimension counts columns, of [N] there is
-    one."""
-    for key, value in inputs.items():
-        for leaf in tree_leaves(value):
-            if is_wider(leaf, dtype):
-                columns = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
-                is_whole = (columns == columns.round()).all(0)
-                for row, column in (is_whole & (columns.to(dtype) != columns)).nonzero().tolist():
-                    return f"{columns[row, column]:.15g} in column {column} of input {key}"
+def lost_whole_number(inputs: Any, dtype: torch.dtype) -> str:
+    """Return in words a whole number that a dtype cannot hold, of the columns of a nest of tensors
+    in which all numbers are whole; empty without one. The last dimension counts columns, of [N]
+    there is one."""
+    for leaf in tree_leaves(inputs):
+        if is_wider(leaf, dtype) and is_dense(leaf) and leaf.numel():
+            columns = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
+            is_whole = (columns == columns.round()).all(0)
+            for row, column in (is_whole & (columns.to(dtype) != columns)).nonzero().tolist():
+                return f"{columns[row, column]:.15g} in column {column}"
     return ""
 
 

@@ -6,12 +6,13 @@ must hold it, and 16 bits round small changes of it away.
 
 import io
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from runner.precision.loss_scale import HostFlag
@@ -32,7 +33,7 @@ _UNCOUNTED = ("running_mean", "running_var")  # torch's kernels of batch norm ra
 _TORCHS = frozenset({*vars(nn.Module()), "state", "param_groups", "defaults"})
 """Attributes of torch's own, of modules and of optimizers."""
 
-
+_P = ParamSpec("_P")
 _LIBRARIES = ("torch.", "torchao.", "bitsandbytes.", "runner.")
 
 
@@ -82,6 +83,16 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
     return places
 
 
+def _unwatched(function: Callable[_P, None]) -> Callable[_P, None]:
+    """Return a function without gradients, whose reads are none of the model's to a watch."""
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            function(*args, **kwargs)
+
+    return call
+
+
 class SkippedSteps:
     """Undoes what the forwards of a step changed in a model where the loss scale skips the step.
 
@@ -125,7 +136,7 @@ class SkippedSteps:
         # The flag is on the model's device; to read it elsewhere would wait.
         return isinstance(tensor, Tensor) and is_dense(tensor) and tensor.device == self._device
 
-    @torch.no_grad()
+    @_unwatched
     def begin(self) -> None:
         """Copy what has changed since the last copy, before the first forward of a step."""
         for copies, tensors in self._written():
@@ -136,7 +147,7 @@ class SkippedSteps:
                 self._copy(i, now)
             self._versions[i] = getattr(self._before[i], "_version", 0)
 
-    @torch.no_grad()
+    @_unwatched
     def end(self, found_inf: Tensor) -> None:
         """Restore the copies where a step is skipped.
 
@@ -316,7 +327,7 @@ class OwnState:
         owners += [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers]
         for path, owner in owners:
             for key, value in plain_attributes(owner).items():
-                if key not in _TORCHS:
+                if key not in _TORCHS and not _is_in_state(value, owner):
                     yield f"{path}.{key}".lstrip("."), value
 
 
@@ -334,6 +345,15 @@ def _marked_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
 def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of an attribute and of containers in it, but no parameters."""
     return [v for v in tree_leaves(value) if isinstance(v, Tensor) and type(v) is not nn.Parameter]
+
+
+def _is_in_state(value: Any, optimizer: Any) -> bool:
+    """Return whether a value is an optimizer that another one wraps, and whose state the other's
+    state dict holds."""
+    if not isinstance(value, Optimizer):
+        return False
+    inner, outer = ({*map(id, _tensors_in(o.state_dict()))} for o in (value, optimizer))
+    return inner <= outer
 
 
 def _leaf_digests(value: Any) -> set[bytes]:
