@@ -116,7 +116,7 @@ def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | 
     described = describe()
     path = run.out / DATA_DIGESTS
     text = former = "; ".join("{context} {digest} {profile}".format(**each) for each in described)
-    with suppress(OSError, ValueError):  # earlier versions wrote none
+    with suppress(OSError, ValueError):  # a checkpoint may be alone
         former = read_text(path)
     # Examples that are others each time that they are read have no digest to compare.
     action = run.spec.guard.data if resumed and former != text else "ignore"
