@@ -346,7 +346,10 @@ def try_batch(
                 loss_of(state, inputs, target)
 
         handle.remove()
-        cause = Failure(error, model, run.precision, run.task, names, inputs, target, outputs, call)
+        # One process alone would wait for the others in a collective.
+        again = call if run.strategy.rank.world_size == 1 else None
+        batch = (inputs, target, outputs)
+        cause = Failure(error, model, run.precision, run.task, names, *batch, again)
         raise ConfigError(
             f"{batch_rules.explain_batch_error(cause)} {run.save_traceback()}"
         ) from error

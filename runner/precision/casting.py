@@ -202,15 +202,8 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
     cast = partial(cast_nest, dtype=dtype)
     if _has_own_apply(nest):
         return copy(nest).apply(cast)
-    if isinstance(nest, Mapping):
-        values = {key: cast(value) for key, value in nest.items()}
-        # The constructor of a defaultdict takes the factory first.
-        factory = [nest.default_factory] if isinstance(nest, defaultdict) else []
-        return values if type(nest) is dict else type(nest)(*factory, values)  # type: ignore[call-arg]
-    if isinstance(nest, list | tuple):
-        # A named tuple takes its values as separate arguments.
-        parts = map(cast, nest)
-        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
+    if isinstance(nest, Mapping | list | tuple):
+        return _container(nest, {key: cast(value) for key, value in fields_of(nest).items()})
     if is_dataclass(nest) and not isinstance(nest, type):
         # Fields that the constructor does not take, it computes from the others.
         return replace(
@@ -235,11 +228,18 @@ def cast_fields(nest: Any, dtype: torch.dtype, wide: Mapping[str | int, torch.dt
     if not wide:
         return cast_nest(nest, dtype)
     parts = {key: cast_nest(part, wide.get(key, dtype)) for key, part in fields_of(nest).items()}
-    if isinstance(nest, Mapping):
-        return type(nest)(parts)  # type: ignore[call-arg]
-    if hasattr(nest, "_fields"):
-        return type(nest)(*parts.values())
-    return type(nest)(parts.values()) if isinstance(nest, list | tuple) else parts[0]
+    return _container(nest, parts) if isinstance(nest, Mapping | list | tuple) else parts[0]
+
+
+def _container(like: Any, parts: dict[Any, Any]) -> Any:
+    """Return a mapping, list or tuple of another one's class with these parts."""
+    if isinstance(like, Mapping):
+        # The constructor of a defaultdict takes the factory first.
+        factory = [like.default_factory] if isinstance(like, defaultdict) else []
+        return parts if type(like) is dict else type(like)(*factory, parts)  # type: ignore[call-arg]
+    # A named tuple takes its values as separate arguments.
+    values = parts.values()
+    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
 
 
 def fields_of(nest: Any) -> dict[str | int, Any]:

@@ -189,11 +189,7 @@ def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) 
 
 
 def restore_model(
-    spec: RunSpec,
-    precision: Precision,
-    saved: LoadedCheckpoint,
-    device: torch.device,
-    made_on: torch.device | None = None,
+    spec: RunSpec, precision: Precision, saved: LoadedCheckpoint, device: torch.device
 ) -> BuiltModel:
     """Build the model with a checkpoint's weights, whatever precision they were trained in.
 
@@ -208,7 +204,7 @@ def restore_model(
     if not _fits_as_saved(spec, precision, saved):
         spec = replace(spec, adapter={})
     exact = keeps_adapter(spec, precision, saved)
-    return build_model(spec, precision, device, made_on, start=saved, restore_exactly=exact)
+    return build_model(spec, precision, device, start=saved, restore_exactly=exact)
 
 
 def restore_precision_state(

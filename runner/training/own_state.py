@@ -6,9 +6,9 @@ must hold it, and 16 bits round small changes of it away.
 
 import io
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ _UNCOUNTED = ("running_mean", "running_var")  # torch's kernels of batch norm ra
 _TORCHS = frozenset({*vars(nn.Module()), "state", "param_groups", "defaults"})
 """Attributes of torch's own, of modules and of optimizers."""
 
-_P = ParamSpec("_P")
 _LIBRARIES = ("torch.", "torchao.", "bitsandbytes.", "runner.")
 
 
@@ -83,14 +82,11 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
     return places
 
 
-def _unwatched(function: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function without gradients, whose reads are none of the model's to a watch."""
-
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            function(*args, **kwargs)
-
-    return call
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Return a context without gradients, in which no mode of torch's hears of the reads."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
 class SkippedSteps:
@@ -136,18 +132,17 @@ class SkippedSteps:
         # The flag is on the model's device; to read it elsewhere would wait.
         return isinstance(tensor, Tensor) and is_dense(tensor) and tensor.device == self._device
 
-    @_unwatched
     def begin(self) -> None:
         """Copy what has changed since the last copy, before the first forward of a step."""
-        for copies, tensors in self._written():
-            torch._foreach_copy_(copies, tensors)
-        for i, place in enumerate(self._places):
-            now = place.tensor
-            if now is not self._before[i] and (now is None or self._is_followed(now)):
-                self._copy(i, now)
-            self._versions[i] = getattr(self._before[i], "_version", 0)
+        with _unwatched():
+            for copies, tensors in self._written():
+                torch._foreach_copy_(copies, tensors)
+            for i, place in enumerate(self._places):
+                now = place.tensor
+                if now is not self._before[i] and (now is None or self._is_followed(now)):
+                    self._copy(i, now)
+                self._versions[i] = getattr(self._before[i], "_version", 0)
 
-    @_unwatched
     def end(self, found_inf: Tensor) -> None:
         """Restore the copies where a step is skipped.
 
@@ -155,22 +150,23 @@ class SkippedSteps:
             found_inf: float32 [], not 0 where gradients overflowed.
         """
         self.found_inf = found_inf
-        # In whole numbers, whose differences are exact and have no NaN; a kernel for all tensors.
-        for copies, tensors in self._written():
-            torch._foreach_sub_(tensors, copies)
-            torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
-            torch._foreach_add_(tensors, copies)
-        for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
-            now: Any = place.tensor
-            if now is before:
-                continue
-            is_alike = self._is_followed(now) and self._is_followed(copied)
-            if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
-                place.members[place.key] = torch.where(found_inf != 0, copied, now)
-            # No kernel chooses between a tensor and None, or between shapes: the host waits. Not
-            # for an activation, or for what is neither.
-            elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
-                place.members[place.key] = copied
+        with _unwatched():
+            # In whole numbers, whose differences are exact and have no NaN; a kernel for all.
+            for copies, tensors in self._written():
+                torch._foreach_sub_(tensors, copies)
+                torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
+                torch._foreach_add_(tensors, copies)
+            for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
+                now: Any = place.tensor
+                if now is before:
+                    continue
+                is_alike = self._is_followed(now) and self._is_followed(copied)
+                if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
+                    place.members[place.key] = torch.where(found_inf != 0, copied, now)
+                # No kernel chooses between a tensor and None, or between shapes: the host waits.
+                # Not for an activation, or for what is neither.
+                elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
+                    place.members[place.key] = copied
 
     def _written(self) -> Collection[tuple[list[Tensor], list[Tensor]]]:
         """Return copies and tensors, by dtype and as whole numbers, of the places where the model
