@@ -421,7 +421,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
     (
         matches(
             r"same dtype|should be the same|scalar type|does not match weight dtype|dtypes match|"
-            r"equal to src\.dtype|but got dtype|but expected|could not create a primitive"
+            r"equal to src\.dtype|but got dtype|could not create a primitive"
         ),
         _two_dtypes,
     ),

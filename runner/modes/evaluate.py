@@ -4,7 +4,6 @@ The tracker is open already; run.py closes it.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,6 @@ from runner.training.model import restore_model
 from runner.training.model_call import call_model
 from runner.training.setup import build_state
 from runner.training.state import TrainState
-from runner.training.tasks.task import has_plain_loss_alone
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names, now_ms
@@ -189,12 +187,9 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     metrics = content.get("metrics", {})
     if not metrics:
         run.say("The checkpoint holds no evaluation of its own to compare with.")
-    if has_plain_loss_alone(run.task, metrics):
-        metrics = {re.sub("/loss$", "/plain_loss", key): value for key, value in metrics.items()}
     # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
     reasons: list[str] = []
     spec = content["spec"]
-    # Without other keys, which an earlier version may have had.
     saved = {key: part for key, part in spec.items() if key in _COMPARED_KEYS}
     for section, name in (("debug", "overfit"), ("train", "batch_size")):
         saved[section] = {key: part for key, part in spec.get(section, {}).items() if key == name}

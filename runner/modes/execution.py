@@ -334,7 +334,7 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     docs/precisions.md; return the model with lines that name it.
 
     Raises:
-        ConfigError: 16 bits would change whole numbers among the inputs.
+        ConfigError: 16 bits would change whole numbers of which the forward makes integers.
     """
     precision, storage = setup.precision, setup.precision.storage
     with restored_random_state():
@@ -370,14 +370,22 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
         if not taken or completes(batch):
             break
     narrow = dtype_name(storage)
-    rounded = {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else ()
-    lost = lost_whole_number({key: fields[key] for key in rounded}, storage)
-    if lost:
-        raise ConfigError(
-            f"precision={precision.name}: {narrow} would change whole numbers, {lost}, and a layer "
-            "takes no float32. Have the data set yield categories as integers and scale the rest, "
-            f"or type precision={precision.wider_precision}."
-        )
+    rounded = {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else set()
+    lines = []
+    for key in sorted(rounded, key=str):
+        lost = lost_whole_number(fields[key], storage)
+        if lost and ("input ", key) in trial.indices:
+            raise ConfigError(
+                f"precision={precision.name}: {narrow} would change whole numbers, {lost} of input "
+                f"{key}, of which the forward makes integers, and a layer takes no float32. Have "
+                "the data set yield categories as integers, or type "
+                f"precision={precision.wider_precision}."
+            )
+        if lost:
+            lines.append(
+                f"warning: {narrow} changes whole numbers, {lost} of input {key}. Scale the column,"
+                f" or type precision={precision.wider_precision}"
+            )
     cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
     stays = f"stays wider than {narrow}, as the forward takes it: {_origins_text(taken)}"
     becomes = f"cast to {narrow}, for an operation takes nothing wider: {_origins_text(cast)}"
@@ -387,7 +395,7 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
         "with dtype=torch.float32, or type precision.keep_fp32=[<module>]"
     )
     has_losses = bool(trial.losing) and MADE not in taken
-    lines = [stays] * bool(taken) + [becomes] * bool(cast) + [warning] * has_losses
+    lines += [stays] * bool(taken) + [becomes] * bool(cast) + [warning] * has_losses
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 
 

@@ -116,12 +116,13 @@ def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | 
     described = describe()
     path = run.out / DATA_DIGESTS
     text = former = "; ".join("{context} {digest} {profile}".format(**each) for each in described)
-    with suppress(OSError, ValueError):  # earlier versions wrote none
+    with suppress(OSError, ValueError):  # a checkpoint may be alone
         former = read_text(path)
     # Examples that are others each time that they are read have no digest to compare.
-    if resumed and former != text and describe() == described:
+    action = run.spec.guard.data if resumed and former != text else "ignore"
+    if action != "ignore" and describe() == described:
         message = f"the data have changed since the checkpoint: before {former}, now {text}"
-        if run.spec.guard.data == "stop":
+        if action == "stop":
             raise ConfigError(
                 f"checkpoint.resume: {message}. Examples of the training may be among those of the "
                 "validation. Put the former data back, or type guard.data=warn to train on, or "
@@ -345,7 +346,10 @@ def try_batch(
                 loss_of(state, inputs, target)
 
         handle.remove()
-        cause = Failure(error, model, run.precision, run.task, names, inputs, target, outputs, call)
+        # One process alone would wait for the others in a collective.
+        again = call if run.strategy.rank.world_size == 1 else None
+        batch = (inputs, target, outputs)
+        cause = Failure(error, model, run.precision, run.task, names, *batch, again)
         raise ConfigError(
             f"{batch_rules.explain_batch_error(cause)} {run.save_traceback()}"
         ) from error

@@ -36,7 +36,6 @@ from runner.training.loop import is_evaluation_step, total_steps
 from runner.training.records import EvalRecord, Record, StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.tasks.task import has_plain_loss_alone
 from runner.utils.formatting import first_names, relative_path
 
 
@@ -199,11 +198,6 @@ class TrainingCallbacks:
         run = self.run
         typed = typed_overrides(run.invocation).keys()
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
-        if has_plain_loss_alone(run.task, saved.content.get("metrics", {})):
-            messages.append(
-                "val/loss is that of task.loss from here on; the checkpoint's, by which its best "
-                "was chosen, was the task's own, now val/plain_loss"
-            )
         if isinstance(self._loader, StreamLoader):
             messages.append(
                 f"the stream is read again up to example {self.state.position} of pass "

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
 from runner.utils.modules import tensors_named
+from runner.utils.reproducibility import is_dense
 from runner.utils.tensors import memory_of
 
 
@@ -160,17 +161,16 @@ class CastCacheWatch(TorchFunctionMode):
         return result
 
 
-def lost_whole_number(inputs: Mapping[str | int, Any], dtype: torch.dtype) -> str:
-    """Return in words a whole number that a dtype cannot hold, of the columns of inputs in which
-    all numbers are whole; empty without one. The last dimension counts columns, of [N] there is
-    one."""
-    for key, value in inputs.items():
-        for leaf in tree_leaves(value):
-            if is_wider(leaf, dtype):
-                columns = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
-                is_whole = (columns == columns.round()).all(0)
-                for row, column in (is_whole & (columns.to(dtype) != columns)).nonzero().tolist():
-                    return f"{columns[row, column]:.15g} in column {column} of input {key}"
+def lost_whole_number(inputs: Any, dtype: torch.dtype) -> str:
+    """Return in words a whole number that a dtype cannot hold, of the columns of a nest of tensors
+    in which all numbers are whole; empty without one. The last dimension counts columns, of [N]
+    there is one."""
+    for leaf in tree_leaves(inputs):
+        if is_wider(leaf, dtype) and is_dense(leaf) and leaf.numel():
+            columns = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
+            is_whole = (columns == columns.round()).all(0)
+            for row, column in (is_whole & (columns.to(dtype) != columns)).nonzero().tolist():
+                return f"{columns[row, column]:.15g} in column {column}"
     return ""
 
 
@@ -202,15 +202,8 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
     cast = partial(cast_nest, dtype=dtype)
     if _has_own_apply(nest):
         return copy(nest).apply(cast)
-    if isinstance(nest, Mapping):
-        values = {key: cast(value) for key, value in nest.items()}
-        # The constructor of a defaultdict takes the factory first.
-        factory = [nest.default_factory] if isinstance(nest, defaultdict) else []
-        return values if type(nest) is dict else type(nest)(*factory, values)  # type: ignore[call-arg]
-    if isinstance(nest, list | tuple):
-        # A named tuple takes its values as separate arguments.
-        parts = map(cast, nest)
-        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
+    if isinstance(nest, Mapping | list | tuple):
+        return _container(nest, {key: cast(value) for key, value in fields_of(nest).items()})
     if is_dataclass(nest) and not isinstance(nest, type):
         # Fields that the constructor does not take, it computes from the others.
         return replace(
@@ -235,11 +228,18 @@ def cast_fields(nest: Any, dtype: torch.dtype, wide: Mapping[str | int, torch.dt
     if not wide:
         return cast_nest(nest, dtype)
     parts = {key: cast_nest(part, wide.get(key, dtype)) for key, part in fields_of(nest).items()}
-    if isinstance(nest, Mapping):
-        return type(nest)(parts)  # type: ignore[call-arg]
-    if hasattr(nest, "_fields"):
-        return type(nest)(*parts.values())
-    return type(nest)(parts.values()) if isinstance(nest, list | tuple) else parts[0]
+    return _container(nest, parts) if isinstance(nest, Mapping | list | tuple) else parts[0]
+
+
+def _container(like: Any, parts: dict[Any, Any]) -> Any:
+    """Return a mapping, list or tuple of another one's class with these parts."""
+    if isinstance(like, Mapping):
+        # The constructor of a defaultdict takes the factory first.
+        factory = [like.default_factory] if isinstance(like, defaultdict) else []
+        return parts if type(like) is dict else type(like)(*factory, parts)  # type: ignore[call-arg]
+    # A named tuple takes its values as separate arguments.
+    values = parts.values()
+    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
 
 
 def fields_of(nest: Any) -> dict[str | int, Any]:

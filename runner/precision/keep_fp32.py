@@ -43,6 +43,7 @@ from runner.utils.modules import frozen_parts, outermost_names, select_modules, 
 from runner.utils.tensors import dtype_name, widest_float
 
 _CPU = torch.device("cpu")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
 
@@ -96,6 +97,7 @@ class WideTrial(TorchFunctionMode):
         parts: the parameters and buffers that the model built in float64, by name.
         found: the origins of wide values.
         refused: those with which an operation failed.
+        indices: those of which an operation makes integers, as of categories in a float column.
         losing: modules whose tensors made without a dtype have distinct values that are equal in
             16 bits.
     """
@@ -110,7 +112,8 @@ class WideTrial(TorchFunctionMode):
         self.parts = {} if storage is torch.float64 else double_parts(model)
         self._origins: dict[int, tuple[Tensor, set[Any]]] = {}  # by id of the tensor, kept alive
         self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
-        self.found, self.refused, self.losing = set[Any](), set[Any](), set[str]()
+        self.found, self.refused, self.indices = set[Any](), set[Any](), set[Any]()
+        self.losing = set[str]()
         self._tape = ModuleTape()
         for name, module in named:
             self._tape.watch_calls(name, module, end=self._note_outputs)
@@ -157,6 +160,8 @@ class WideTrial(TorchFunctionMode):
             self.refused |= origins
             args, kwargs = tree_map(self._narrowed, (args, kwargs))
             return func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype in _INTEGERS:
+            self.indices |= origins
         if self._is_made(func, leaves, result):
             origins = {MADE}
         self.add(result, origins)
@@ -170,8 +175,9 @@ class WideTrial(TorchFunctionMode):
         has_numbers = any(v.is_floating_point() or v.is_complex() for v in given)
         is_new = is_wider(result, self._storage) and not (has_dtype or has_numbers)
         is_made = self.contexts and running and is_new and self._kept.keys().isdisjoint(running)
-        # Of normal numbers 16 bits lose no more than of the sums that they are added to.
-        if is_made and func is not torch.randn:
+        # Of normal numbers 16 bits lose no more than of the sums that they are added to, and
+        # torch.empty has no values yet.
+        if is_made and func not in (torch.randn, torch.empty):
             self._made.add(id(result))
             narrow = result.to(self._storage)
             # As positions and angles do; cosines near 1 that become equal are as good as before.

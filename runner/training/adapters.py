@@ -127,23 +127,18 @@ class Lora:
                 f"{', '.join(CHANGES_BASE)}. Type adapter.init=pissa, or precision=bnb-nf4."
             )
 
-    def note_frozen_parts(self, model: nn.Module, held: Collection[str] = ()) -> list[str]:
+    def note_frozen_parts(self, model: nn.Module) -> list[str]:
         """Note the parts that a model froze, which only a pattern that names one adapts or trains.
 
         Called before the conversion, which freezes what it packs.
 
         Args:
             model: not changed.
-            held: names of a checkpoint's tensors; a part that has additions there keeps them.
 
         Returns:
             The names of those with linear layers that no pattern of the adapter names.
         """
         parts = frozen_parts(model)
-        # Earlier versions adapted frozen parts, too.
-        for name in [*parts]:
-            if any(key.startswith(f"{name}.") and ".lora_" in key for key in held):
-                del parts[name]
         self._frozen_parts = tuple(parts)
         patterns = (*(self.modules or ()), *self.train)
         left = [name for name in parts if self._is_left_frozen(name, patterns)]

@@ -11,7 +11,7 @@ one whole model at most.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -129,8 +129,7 @@ def build_model(
         precision.expert_layouts = {**start.content.get("experts", {}), **precision.expert_layouts}
         precision.finds_experts = False  # the checkpoint names them
     adapter = adapters.build_adapter(spec.adapter)
-    held = start.content["model"] if start is not None and loads_packed else ()
-    notes = _notes_on_parts(model, adapter, held, precision.expert_layouts)
+    notes = _notes_on_parts(model, adapter, precision.expert_layouts)
     if adapter is not None and not loads_packed:
         adapter.read_plain_weights(model, precision.bypassed)
     model, report = precision.convert(model, device)
@@ -149,10 +148,7 @@ def build_model(
 
 
 def _notes_on_parts(
-    model: nn.Module,
-    adapter: adapters.Lora | None,
-    held: Collection[str],
-    layouts: Mapping[str, bool],
+    model: nn.Module, adapter: adapters.Lora | None, layouts: Mapping[str, bool]
 ) -> list[str]:
     """Note what a model did to its parts, where training and an adapter obey it; return lines for
     the console."""
@@ -160,7 +156,7 @@ def _notes_on_parts(
     evaluated = note_evaluation_parts(model)
     if evaluated:
         notes.append(f"stays in evaluation mode, as the model built it: {first_names(evaluated)}")
-    left = adapter.note_frozen_parts(model, held) if adapter is not None else []
+    left = adapter.note_frozen_parts(model) if adapter is not None else []
     if left:
         notes.append(
             f"the adapter leaves out what the model froze: {first_names(left)}; "
@@ -193,11 +189,7 @@ def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) 
 
 
 def restore_model(
-    spec: RunSpec,
-    precision: Precision,
-    saved: LoadedCheckpoint,
-    device: torch.device,
-    made_on: torch.device | None = None,
+    spec: RunSpec, precision: Precision, saved: LoadedCheckpoint, device: torch.device
 ) -> BuiltModel:
     """Build the model with a checkpoint's weights, whatever precision they were trained in.
 
@@ -212,7 +204,7 @@ def restore_model(
     if not _fits_as_saved(spec, precision, saved):
         spec = replace(spec, adapter={})
     exact = keeps_adapter(spec, precision, saved)
-    return build_model(spec, precision, device, made_on, start=saved, restore_exactly=exact)
+    return build_model(spec, precision, device, start=saved, restore_exactly=exact)
 
 
 def restore_precision_state(
@@ -251,7 +243,7 @@ def _load_plain_weights(
     # The adapter freezes what it is added to, and this run trains the merged weights.
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     wide = torch.float64 if precision.storage is torch.float64 else torch.float32
-    adapter.note_frozen_parts(model, saved.content["model"])
+    adapter.note_frozen_parts(model)
     adapter.split_experts(model, saved.content.get("experts", {}))
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
     initial = _load(spec, model, saved)

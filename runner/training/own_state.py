@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from runner.precision.loss_scale import HostFlag
@@ -31,7 +32,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNCOUNTED = ("running_mean", "running_var")  # torch's kernels of batch norm raise no version
 _TORCHS = frozenset({*vars(nn.Module()), "state", "param_groups", "defaults"})
 """Attributes of torch's own, of modules and of optimizers."""
-
 
 _LIBRARIES = ("torch.", "torchao.", "bitsandbytes.", "runner.")
 
@@ -82,6 +82,13 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
     return places
 
 
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Return a context without gradients, in which no mode of torch's hears of the reads."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
 class SkippedSteps:
     """Undoes what the forwards of a step changed in a model where the loss scale skips the step.
 
@@ -125,18 +132,17 @@ class SkippedSteps:
         # The flag is on the model's device; to read it elsewhere would wait.
         return isinstance(tensor, Tensor) and is_dense(tensor) and tensor.device == self._device
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Copy what has changed since the last copy, before the first forward of a step."""
-        for copies, tensors in self._written():
-            torch._foreach_copy_(copies, tensors)
-        for i, place in enumerate(self._places):
-            now = place.tensor
-            if now is not self._before[i] and (now is None or self._is_followed(now)):
-                self._copy(i, now)
-            self._versions[i] = getattr(self._before[i], "_version", 0)
+        with _unwatched():
+            for copies, tensors in self._written():
+                torch._foreach_copy_(copies, tensors)
+            for i, place in enumerate(self._places):
+                now = place.tensor
+                if now is not self._before[i] and (now is None or self._is_followed(now)):
+                    self._copy(i, now)
+                self._versions[i] = getattr(self._before[i], "_version", 0)
 
-    @torch.no_grad()
     def end(self, found_inf: Tensor) -> None:
         """Restore the copies where a step is skipped.
 
@@ -144,22 +150,23 @@ class SkippedSteps:
             found_inf: float32 [], not 0 where gradients overflowed.
         """
         self.found_inf = found_inf
-        # In whole numbers, whose differences are exact and have no NaN; a kernel for all tensors.
-        for copies, tensors in self._written():
-            torch._foreach_sub_(tensors, copies)
-            torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
-            torch._foreach_add_(tensors, copies)
-        for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
-            now: Any = place.tensor
-            if now is before:
-                continue
-            is_alike = self._is_followed(now) and self._is_followed(copied)
-            if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
-                place.members[place.key] = torch.where(found_inf != 0, copied, now)
-            # No kernel chooses between a tensor and None, or between shapes: the host waits. Not
-            # for an activation, or for what is neither.
-            elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
-                place.members[place.key] = copied
+        with _unwatched():
+            # In whole numbers, whose differences are exact and have no NaN; a kernel for all.
+            for copies, tensors in self._written():
+                torch._foreach_sub_(tensors, copies)
+                torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
+                torch._foreach_add_(tensors, copies)
+            for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
+                now: Any = place.tensor
+                if now is before:
+                    continue
+                is_alike = self._is_followed(now) and self._is_followed(copied)
+                if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
+                    place.members[place.key] = torch.where(found_inf != 0, copied, now)
+                # No kernel chooses between a tensor and None, or between shapes: the host waits.
+                # Not for an activation, or for what is neither.
+                elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
+                    place.members[place.key] = copied
 
     def _written(self) -> Collection[tuple[list[Tensor], list[Tensor]]]:
         """Return copies and tensors, by dtype and as whole numbers, of the places where the model
@@ -316,7 +323,7 @@ class OwnState:
         owners += [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers]
         for path, owner in owners:
             for key, value in plain_attributes(owner).items():
-                if key not in _TORCHS:
+                if key not in _TORCHS and not _is_in_state(value, owner):
                     yield f"{path}.{key}".lstrip("."), value
 
 
@@ -334,6 +341,15 @@ def _marked_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
 def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of an attribute and of containers in it, but no parameters."""
     return [v for v in tree_leaves(value) if isinstance(v, Tensor) and type(v) is not nn.Parameter]
+
+
+def _is_in_state(value: Any, optimizer: Any) -> bool:
+    """Return whether a value is an optimizer that another one wraps, and whose state the other's
+    state dict holds."""
+    if not isinstance(value, Optimizer):
+        return False
+    inner, outer = ({*map(id, _tensors_in(o.state_dict()))} for o in (value, optimizer))
+    return inner <= outer
 
 
 def _leaf_digests(value: Any) -> set[bytes]:

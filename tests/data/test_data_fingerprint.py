@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from runner.data.datasets.digits import digits
 from runner.data.datasets.imagefolder import imagefolder
-from runner.data.fingerprint import SAMPLE_COUNT, describe_data
+from runner.data.fingerprint import SAMPLE_COUNT, describe_data, fact_problems, learned_facts
 from runner.data.splits import Splits
 
 
@@ -185,3 +185,25 @@ def test_classes_are_described_for_class_numbers_only():
     values = TensorDataset(torch.ones(4, 2), torch.ones(4, 4))
     assert json.loads(described(numbers, node)["profile"])["classes"] == 4
     assert "classes" not in json.loads(described(values, node)["profile"])
+
+
+class Named(TensorDataset):
+    def __init__(self, classes):
+        super().__init__(torch.ones(4, 2), torch.zeros(4).long())
+        self.classes = classes
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "message"),
+    [
+        (["a", "b", "c"], ["a", "c"], "the classes of x and of the val set differ: b on one side"),
+        (["a", "b"], ["b", "a"], "the classes of x and of the val set differ. Give both"),
+        (["a", "b", "c"], ["a", "b"], ""),
+        ([0, 1, 2], [0, 2], ""),  # numbers are no names
+    ],
+)
+def test_classes_are_alike_where_each_name_has_one_number(train, val, message):
+    problems = fact_problems(learned_facts(Named(train)), "x", {"val": Named(val)})
+    text = " ".join(problems)
+    assert message in text
+    assert bool(text) is bool(message)

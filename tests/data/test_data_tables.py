@@ -16,7 +16,7 @@ from tokenizers import processors
 from runner.data.datasets.hf_dataset import hf_dataset
 from runner.data.datasets.imagefolder import imagefolder
 from runner.data.datasets.npz import npz
-from runner.data.datasets.parquet import parquet
+from runner.data.datasets.parquet import batch_rows, parquet
 from runner.data.fingerprint import describe_data, learned_facts
 from runner.data.splits import TextPairs, split_fields
 from runner.utils.errors import ConfigError
@@ -442,3 +442,9 @@ def test_data_of_hugging_face_that_cannot_be_used_are_refused(tmp_path, cache, p
         ({**image, "size": 0}, "size=0 is below 1"),
     ]
     assert_refused(hf_dataset, table)
+
+
+def test_columns_of_numbers_are_read_in_large_batches(tmp_path):
+    table = pa.table({"x": np.random.default_rng(0).random(300_000), "y": np.zeros(300_000)})
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert batch_rows(tmp_path / "x.parquet", ["x", "y"]) == 65_536

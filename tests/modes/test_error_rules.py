@@ -102,6 +102,11 @@ def test_a_recurrent_layer_without_a_primitive_is_given_states_of_another_dtype(
     assert "Type precision.keep_fp32=[body]" in advice
 
 
+def test_a_size_that_a_model_checks_is_no_matter_of_the_precision():
+    error = ValueError("got 8 features, but expected 3")
+    assert precision_advice(Failure(error, nn.Linear(3, 1), load_precision("32-true"))) == ""
+
+
 class Square(nn.Linear):
     """Needs float32, as a layer with an FFT does."""
 

@@ -162,6 +162,48 @@ def test_whole_numbers_that_16_bits_would_change_are_refused():
     proven("bf16-true", Categories, x)
 
 
+def test_counts_that_16_bits_change_are_warned_of():
+    x = torch.cat([torch.rand(8, 2), torch.full((8, 1), 8450.0)], 1)
+    precision, _, lines = proven("bf16-true", lambda: nn.Linear(3, 1), x)
+    assert precision.wide_inputs == {}
+    assert "warning: bfloat16 changes whole numbers, 8450 in column 2 of input 0." in lines
+
+
+class Graph(nn.Module):
+    """Multiplies a matrix of counts with its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def forward(self, counts, x):
+        return self.net(counts.to_dense() @ x) if counts.numel() else self.net(x)
+
+
+@pytest.mark.parametrize("counts", [torch.full((4, 4), 757.0).to_sparse(), torch.rand(4, 0)])
+def test_inputs_without_columns_of_numbers_are_cast(counts):
+    precision, _, _ = proven("bf16-true", Graph, [counts, torch.rand(4, 4)])
+    assert 1 not in precision.wide_inputs
+
+
+class Filled(nn.Module):
+    """Fills a tensor that it makes without values, and a layer takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def forward(self, x):
+        filled = torch.empty(len(x), 4)
+        filled[:] = x
+        return self.net(filled)
+
+
+def test_memory_without_values_is_no_tensor_that_loses_some():
+    del [1e4 + torch.rand(8, 4) for _ in range(50)][:]  # whose memory is used again
+    assert "become equal" not in proven("bf16-true", Filled, torch.rand(8, 4))[2]
+
+
 class Positions(nn.Module):
     """Adds sines of positions, made without a dtype, as `cast` says."""
 

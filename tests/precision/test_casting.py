@@ -10,9 +10,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from runner.precision.casting import (
     CastCacheWatch,
     DefaultDtype,
+    cast_fields,
     cast_floats,
     cast_nest,
     cast_tensor,
+    fields_of,
 )
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -49,6 +51,16 @@ def test_complex_follows_the_width_and_keeps_its_imaginary_part(policy, given):
 def test_a_tensor_that_fits_is_not_copied():
     tensor = torch.zeros(2)
     assert cast_tensor(tensor, torch.float32) is tensor
+
+
+def test_some_fields_of_an_output_have_dtypes_of_their_own():
+    one = torch.ones(1)
+    for nest in (defaultdict(list, a=one, b=one), Pair(one, one), [one, one]):
+        key = "a" if isinstance(nest, dict) else 0
+        cast = cast_fields(nest, torch.bfloat16, {key: torch.float32})
+        assert type(cast) is type(nest)
+        dtypes = [part.dtype for part in fields_of(cast).values()]
+        assert dtypes == [torch.float32, torch.bfloat16]
 
 
 def test_nests_are_walked_and_keep_their_types():

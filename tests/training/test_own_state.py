@@ -204,6 +204,39 @@ def test_attributes_are_named_that_carry_values_from_step_to_step_and_are_not_sa
     assert own_state.unsaved_attributes() == ["hidden", "slow", "Lookahead.slow"]
 
 
+class Wraps(torch.optim.SGD):
+    """Steps by an optimizer in an attribute, and saves its state, as timm's Lookahead."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.AdamW(self.param_groups)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+
+class Shows(nn.Linear):
+    """Keeps what it computed in a step in an attribute."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.shown = y.detach().mean()
+        return y
+
+
+def test_what_a_step_makes_anew_or_an_optimizer_saves_is_not_named():
+    state = make_state(Shows(3, 2), "16-mixed", optimizer=Wraps)
+    train_step(state, [regression_batch(4)])
+    state.end_first_step()
+    with state.own_state.watched_reads():
+        train_step(state, [regression_batch(4)])
+    train_step(state, [regression_batch(4)])
+    assert state.own_state.unsaved_attributes() == []
+
+
 class Clamps(nn.Module):
     def __init__(self, write):
         super().__init__()

@@ -12,6 +12,7 @@ from runner.utils.files import check_unpacked, unpacked_limit
 
 _BYTES = {"FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 """Of a number in memory, by parquet's physical types; numbers of 8 bits have another one, too."""
+_BATCH_ROWS = 65_536  # pyarrow's default
 
 
 @partial(table_target, "parquet")
@@ -86,6 +87,7 @@ def batch_rows(file: Path, names: Sequence[str] | None = None) -> int:
     if names is not None:
         chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
     check_unpacked(file, sum(c.num_values * _BYTES.get(c.physical_type, 1) for c in chunks))
-    # A text or an image is at most as large as its group of rows, which stores equal ones once.
-    largest = max((group.total_byte_size for group in groups), default=0)
-    return max(unpacked_limit(file) // max(largest, 1), 1)
+    # A text or an image is at most as large as its column in a group of rows, which stores equal
+    # ones once.
+    texts = [c.total_uncompressed_size for c in chunks if c.physical_type.endswith("BYTE_ARRAY")]
+    return min(max(unpacked_limit(file) // max(texts, default=1), 1), _BATCH_ROWS)

@@ -239,13 +239,6 @@ def count_labels(target: Tensor) -> Tensor:
     return (target != IGNORED).sum()
 
 
-def has_plain_loss_alone(task: Task, metrics: Mapping[str, Any]) -> bool:
-    """Return whether the val/loss among metrics is the task's own loss although task.loss is
-    trained on, as earlier versions recorded it."""
-    has_own = getattr(task, "training_loss", None) is not None
-    return bool(metrics) and has_own and not any(key.endswith("/plain_loss") for key in metrics)
-
-
 def labels_of(task: Task, target: Any) -> Tensor | None:
     """Return how many labels of a target count, as `task.labels` says, after a check of its type.
 
