@@ -29,7 +29,7 @@ from runner.precision.conversion_proof import (
     holds_matrix,
 )
 from runner.precision.conversion_report import ConversionReport
-from runner.precision.keep_fp32 import MADE, WideTrial
+from runner.precision.keep_fp32 import DEFAULT_DTYPE, WideTrial
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 from runner.training.expert_loads import ExpertLoads
 from runner.training.initial_weights import read_initial_weights
@@ -394,7 +394,7 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
         f"ones, and distinct values become equal in {_names_text(trial.losing)}. Make them there "
         "with dtype=torch.float32, or type precision.keep_fp32=[<module>]"
     )
-    has_losses = bool(trial.losing) and MADE not in taken
+    has_losses = bool(trial.losing) and DEFAULT_DTYPE not in taken
     lines += [stays] * bool(taken) + [becomes] * bool(cast) + [warning] * has_losses
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 

@@ -74,7 +74,7 @@ class KeptInFloat32:
         return cast_fields(outputs, self._surroundings, self._wide_outputs)
 
 
-MADE = ("tensors made without ", "a dtype")
+DEFAULT_DTYPE = ("tensors made without ", "a dtype")
 """The origin, see WideTrial, of tensors that a forward makes without a dtype."""
 
 
@@ -84,7 +84,7 @@ class WideTrial(TorchFunctionMode):
 
     An operation that fails with such values gets them cast, so that one forward finds all. Values
     come from origins: ("input ", key), ("", name of a part), ("output of ", name of a kept module,
-    key), and MADE.
+    key), and DEFAULT_DTYPE.
 
     Args:
         model: converted; its parts built in float64 and its kept modules' outputs are tried.
@@ -135,7 +135,7 @@ class WideTrial(TorchFunctionMode):
         """End the trial; leave wide what these origins name of the model's, and cast the rest."""
         self._tape.close()
         for context in self.contexts:
-            context.dtype = torch.float32 if MADE in taken else self._storage
+            context.dtype = torch.float32 if DEFAULT_DTYPE in taken else self._storage
         for name, module in self._kept.items():
             keys = [origin[2] for origin in taken if origin[:2] == ("output of ", name)]
             module._surroundings = self._storage
@@ -163,7 +163,7 @@ class WideTrial(TorchFunctionMode):
         if isinstance(result, Tensor) and result.dtype in _INTEGERS:
             self.indices |= origins
         if self._is_made(func, leaves, result):
-            origins = {MADE}
+            origins = {DEFAULT_DTYPE}
         self.add(result, origins)
         return result
 
