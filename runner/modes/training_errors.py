@@ -36,6 +36,8 @@ _BAD_INDEX = "index out of range in self"
 _DEVICE_ASSERT = "device-side assert"
 # Of DDP, in the step after one that left parameters out.
 _UNUSED = "Expected to have finished reduction in the prior iteration"
+# Of a state that the forward keeps from step to step.
+_GRAPH_OF_BEFORE = "backward through the graph a second time"
 # Of a batch norm that is given one example without height and width.
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
@@ -109,6 +111,8 @@ class TrainingErrors:
             ) from error
         if _ONE_VALUE in str(error):
             advice = _larger_batch(run, self.train)
+        elif _GRAPH_OF_BEFORE in str(error):
+            advice = "It uses a tensor of an earlier step with its graph: keep it as x.detach()."
         else:
             advice = precision_advice(Failure(error, state.plain_model, run.precision))
         if advice:

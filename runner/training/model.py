@@ -189,7 +189,11 @@ def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) 
 
 
 def restore_model(
-    spec: RunSpec, precision: Precision, saved: LoadedCheckpoint, device: torch.device
+    spec: RunSpec,
+    precision: Precision,
+    saved: LoadedCheckpoint,
+    device: torch.device,
+    made_on: torch.device | None = None,
 ) -> BuiltModel:
     """Build the model with a checkpoint's weights, whatever precision they were trained in.
 
@@ -204,7 +208,7 @@ def restore_model(
     if not _fits_as_saved(spec, precision, saved):
         spec = replace(spec, adapter={})
     exact = keeps_adapter(spec, precision, saved)
-    return build_model(spec, precision, device, start=saved, restore_exactly=exact)
+    return build_model(spec, precision, device, made_on, start=saved, restore_exactly=exact)
 
 
 def restore_precision_state(
@@ -313,9 +317,12 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
         # First, for a forward may have made a buffer, or given it another shape.
         for name, value in saved.content.get(OWN_BUFFERS_KEY, {}).items():
             path, _, key = name.rpartition(".")
-            before: Tensor | None = model.get_buffer(name)
+            module = model.get_submodule(path)
+            if key not in module._buffers:
+                module.register_buffer(key, None, persistent=name in saved.content["model"])
+            before = module._buffers[key]
             like = value if before is None else cast_tensor(value, before.dtype).to(before.device)
-            model.get_submodule(path)._buffers[key] = like.clone()
+            module._buffers[key] = like.clone()
         model.load_state_dict(_unpacked_weights(model, saved), strict=True)
     except (RuntimeError, ValueError, AttributeError) as error:
         # torch lists each name below a first line that says nothing about this model.

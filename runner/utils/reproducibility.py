@@ -228,7 +228,7 @@ def saved_forward_state(model: nn.Module, device: torch.device) -> Iterator[None
         for module in model.modules():
             # A forward may also put another tensor in the place of a buffer, or make a parameter.
             _save_members(module._buffers, stack, seen)
-            _save_members(module._parameters, stack, seen)
+            stack.callback(_remove_new, module._parameters, {*module._parameters})
             attributes = plain_attributes(module)
             for value in attributes.values():
                 _save_members(value, stack, seen)
@@ -302,6 +302,12 @@ def _save_members(value: Any, stack: ExitStack, seen: set[int]) -> None:
         _save_members(vars(value), stack, seen)
     for member in [*members]:
         _save_members(member, stack, seen)
+
+
+def _remove_new(parameters: dict[str, Any], names: set[str]) -> None:
+    """Remove parameters that were made meanwhile; FSDP exchanges those that are there by itself."""
+    for name in parameters.keys() - names:
+        del parameters[name]
 
 
 def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:

@@ -116,7 +116,8 @@ def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
     words = _command_words(data)
     if words[:3] != RUNNER_COMMAND or given_keys() or not typed:
         return ""
-    dropped = [word.partition("=")[0] + "=" for word in typed]
+    # A sweep is a new one, and gets a folder of its own.
+    dropped = [word.partition("=")[0] + "=" for word in typed] + ["hydra.sweep.dir="]
     if typed[0].startswith("precision=") and "," not in typed[0]:
         chosen = [result for result in data.results if typed[0] in result.overrides]
         left_out = chosen[0].left_out if chosen else ()
