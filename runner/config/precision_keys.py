@@ -67,6 +67,8 @@ def check_command(config: DictConfig, kind: Literal["run", "sweep"]) -> None:
             values = [*override.sweep_string_iterator()]
         if key in _NODE_GROUPS and any(text.startswith("[") for text in values):
             values = []  # Hydra would take the last one
+        if values == ["null"]:
+            continue  # null resets what is set anew, as for objects of the Python API
         if not 0 < len({*values}) == len(values) or former.setdefault(key, values) != values:
             raise ConfigError(
                 f"{override.input_line}: type {key}= once, with one value, or after -m with "

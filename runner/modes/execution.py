@@ -5,7 +5,7 @@ replay that assembled them otherwise than training would not be bit-exact. The t
 a conversion before it is announced and before anything trains.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -371,21 +371,8 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
             break
     narrow = dtype_name(storage)
     rounded = {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else set()
-    lines = []
-    for key in sorted(rounded, key=str):
-        lost = lost_whole_number(fields[key], storage)
-        if lost and ("input ", key) in trial.indices:
-            raise ConfigError(
-                f"precision={precision.name}: {narrow} would change whole numbers, {lost} of input "
-                f"{key}, of which the forward makes integers, and a layer takes no float32. Have "
-                "the data set yield categories as integers, or type "
-                f"precision={precision.wider_precision}."
-            )
-        if lost:
-            lines.append(
-                f"warning: {narrow} changes whole numbers, {lost} of input {key}. Scale the column,"
-                f" or type precision={precision.wider_precision}"
-            )
+    lost = {key: lost_whole_number(fields[key], storage) for key in sorted(rounded, key=str)}
+    lines = [*_lost_number_lines(precision, lost, trial.indices)]
     cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
     stays = f"stays wider than {narrow}, as the forward takes it: {_origins_text(taken)}"
     becomes = f"cast to {narrow}, for an operation takes nothing wider: {_origins_text(cast)}"
@@ -397,6 +384,35 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     has_losses = bool(trial.losing) and DEFAULT_DTYPE not in taken
     lines += [stays] * bool(taken) + [becomes] * bool(cast) + [warning] * has_losses
     return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
+
+
+def _lost_number_lines(
+    precision: Precision, lost: Mapping[str | int, str], indices: Collection[tuple[Any, ...]]
+) -> Iterator[str]:
+    """Yield a warning for each input whose whole numbers 16 bits change.
+
+    Args:
+        precision: of the run.
+        lost: such a number, with its place, by the input's key; empty for none.
+        indices: origins of values of which the forward makes integers.
+
+    Raises:
+        ConfigError: the forward makes integers of such an input.
+    """
+    narrow = dtype_name(precision.storage)
+    for key, number in lost.items():
+        if number and ("input ", key) in indices:
+            raise ConfigError(
+                f"precision={precision.name}: {narrow} would change whole numbers, {number} of "
+                f"input {key}, of which the forward makes integers, and a layer takes no float32. "
+                "Have the data set yield categories as integers, or type "
+                f"precision={precision.wider_precision}."
+            )
+        if number:
+            yield (
+                f"warning: {narrow} changes whole numbers, {number} of input {key}. Scale the "
+                f"column, or type precision={precision.wider_precision}"
+            )
 
 
 def _origins_text(origins: set[tuple[Any, ...]]) -> str:

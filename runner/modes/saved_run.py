@@ -45,13 +45,16 @@ def typed_overrides(invocation: Invocation, saved: Mapping[str, Any] = {}) -> di
 
     Args:
         invocation: what was typed.
-        saved: settings of a run. `data=` is left out where it names the run's own target, as it
-            must before any key of that target is typed: the run's other keys stay as they were.
+        saved: settings of a run. Where `data=` names the run's own target, as it must before any
+            key of that target is typed, it stands for the secrets alone, which no file holds: the
+            run's other keys stay as they were.
     """
     typed = {override_key(text): text for text in invocation.overrides}
     target = (invocation.composed_config or {}).get("data", {}).get("_target_")
     if target == saved.get("data", {}).get("_target_", "") != GIVEN_DATA:
-        typed.pop("data", None)
+        word = typed.pop("data", None)
+        if word is not None:
+            typed = dict.fromkeys(masked_keys("data", saved.get("data", {})), word) | typed
     return typed
 
 

@@ -38,7 +38,7 @@ def test_a_count_below_one_is_refused(key):
     ("key", "value", "parts"),
     [
         ("mode", "fly", ["train, evaluate, plan"]),
-        ("seed", -1, ["0 and up"]),
+        ("seed", -1, ["0 to 8796093022207"]),
         ("train.max_seconds", -1.0, ["must be above 0"]),
         ("train.max_seconds", NAN, ["must be above 0"]),
         ("train.clip_norm", 0.0, ["above 0, or null"]),

@@ -40,6 +40,9 @@ class Deadly(Net):
     def well(self):
         pass
 
+    def too(self):
+        pass
+
     def exits(self):
         os._exit(3)
 
@@ -155,7 +158,7 @@ def test_the_report_names_the_reasons(deaths):
 
 def test_several_at_once_in_lines_of_their_own(cli, lab):
     write_files(lab, FILES)
-    words = ("model.how=well,killed,raises,well", "hydra.launcher.n_jobs=3", "tracking=none")
+    words = ("model.how=well,killed,raises,too", "hydra.launcher.n_jobs=3", "tracking=none")
     done = cli(*TINY, *words)
     assert done.rc == 1
     assert [job["status"] for job in job_results(lab)] == [
@@ -165,7 +168,7 @@ def test_several_at_once_in_lines_of_their_own(cli, lab):
         "finished",
     ]
     found = re.findall(r"^job \d of 4  32-true model.how=(\w+) ", done.stdout, re.MULTILINE)
-    assert sorted(found) == ["killed", "raises", "well", "well"], done.stdout
+    assert sorted(found) == ["killed", "raises", "too", "well"], done.stdout
     assert "[32-true model.how=raises] ArithmeticError: failed as it was told to" in done.stderr
     assert re.search(r"model.how=killed +failed, its log is in .*/1: Its process", done.stdout)
 

@@ -119,7 +119,7 @@ ROWS = [
     (f"{QUICK} hydra.run.dir=theirs checkpoint.resume=auto", ".hydra/ is a link", 2, OUT),
     (f"{JOBS} sweep.resume=sweep", "0/ is a link", 2, OUT),
     (f"{JOBS} sweep.resume=sweep", "0/.hydra/ holds a link", 2, OUT),
-    (f"{JOBS} hydra.sweep.dir=sweep", "Hydra's file is a link", 2, OUT),
+    (f"{JOBS} hydra.sweep.dir=sweep", "Hydra's file is a link", 2, "holds another sweep, or a run"),
     # Nothing is sent to a store that this user has not named.
     ("sync theirs", "a journal of a server", 1, UNNAMED),
     ("sync theirs tracking.experiment=mine", "a journal of a server", 1, UNNAMED),

@@ -22,6 +22,8 @@ pytestmark = [
 
 def test_the_report_names_the_artifacts_of_a_server_that_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    # A database that names a server is refused; here its answers are looked at, not the rule.
+    monkeypatch.setattr(Reader, "_check_artifact_place", lambda *_: None)
     server = Server(tmp_path)
     server.start()
     try:
