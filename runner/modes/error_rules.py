@@ -303,7 +303,8 @@ def _two_dtypes(failure: Failure) -> str:
             "of torch.func; or type precision=bf16-true or precision=32-true"
         )
     kept = failure.keep_fp32() if dtypes & {*_HALVES} else ""
-    wider = "type precision=64-true" if re.search("(?i)double", failure.text) else ""
+    is_double = torch.float64 not in dtypes and re.search("(?i)double", failure.text)
+    wider = "type precision=64-true" if is_double else ""
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
         f"{precision.storage_format} and computes in {precision.compute_format}. "

@@ -242,10 +242,7 @@ FAILING = [
         "Widened precision=bf16-true",
         ["Tensors of two dtypes meet there", "precision.keep_fp32=[head]"],
     ),
-    (
-        "Widened precision=64-true",
-        ["Leave out .float(), .double() and dtype= in the forward that calls"],
-    ),
+    ("Widened precision=64-true", ["Leave out .float(), .double() and dtype= in the forward"]),
     (
         f"Ops +model.op=mask {TRUE16}",
         [
