@@ -46,7 +46,7 @@ from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.formatting import first_names
 from runner.utils.layout import ROUTERS
-from runner.utils.modules import matches_pattern
+from runner.utils.modules import matches_pattern, set_training
 from runner.utils.reproducibility import saved_forward_state, seed_all
 from runner.utils.tensors import dtype_name
 
@@ -306,7 +306,9 @@ def _process_trial(
         try:
             first = precision.cast(inputs())
             # In evaluation mode, so that no statistics of the first batch get into the model.
-            model.train(trains)
+            model.eval()
+            if trains:
+                set_training(model)
             with (
                 torch.no_grad(),
                 precision.session(model, setup.device),

@@ -69,7 +69,10 @@ def starting_point(saved: LoadedCheckpoint | None) -> StartingPoint:
         return FIRST_STEP
     content = saved.content
     try:
-        reads = tuple((int(taken), int(size)) for taken, size in content["reads"])
+        size = content["spec"]["train"]["batch_size"]
+        # Where no loader was, micro-batches are counted.
+        reads = content.get("reads", [[content["position"] * size, size]])
+        reads = tuple((int(taken), int(size)) for taken, size in reads)
         # More would overflow an index; a damaged file may count any number.
         if not all(0 <= taken < 2**48 and size > 0 for taken, size in reads):
             raise ValueError(f"reads={reads}")

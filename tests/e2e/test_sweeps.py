@@ -118,11 +118,12 @@ def sweep(quick):
 
 def test_old_names_in_a_sweep_whose_jobs_begin_from_the_same_state(quick, tmp_path):
     """The last job repeats the first, after those in other precisions."""
-    done = quick("hydra/launcher=basic", "--multirun", "precision=32,'16',\"bf16\",32-true")
+    lists = ("precision=32,'16',\"bf16\"", "deterministic=false,true")
+    done = quick("hydra/launcher=basic", "--multirun", *lists)
     assert done.rc == 0, done.stderr
-    first, *others, last = job_results(tmp_path)
-    names = [job["precision"] for job in (first, *others, last)]
-    assert names == ["32-true", "16-mixed", "bf16-mixed", "32-true"]
+    first, last, *others = job_results(tmp_path)
+    names = [job["precision"] for job in (first, last, *others)]
+    assert names == [*["32-true"] * 2, *["16-mixed"] * 2, *["bf16-mixed"] * 2]
     for key in ("train_loss", "metrics"):
         assert first[key] == last[key]
         assert all(job[key] != first[key] for job in others)

@@ -43,13 +43,13 @@ def test_a_result_reads_back(tmp_path):
 def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
     DONE.write(tmp_path)
 
-    def cut_off(path, text):
-        path.open("w").close()
+    def cut_off(descriptor, mode):
         raise OSError
 
-    monkeypatch.setattr("pathlib.Path.write_text", cut_off)
-    with pytest.raises(OSError):
-        FAILED.write(tmp_path)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr("runner.utils.files.os.fdopen", cut_off)
+        with pytest.raises(OSError):
+            FAILED.write(tmp_path)
     assert RunResult.read(tmp_path).label == DONE.label
 
 

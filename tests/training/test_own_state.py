@@ -332,7 +332,7 @@ def test_saved_buffers_are_loaded_or_do_not_fit():
     load_weights(loaded, LoadedCheckpoint(Path("a.pt"), content))
     assert torch.equal(loaded.late, torch.full((2,), 7.0))
     assert torch.equal(loaded.queue, torch.ones(3))
-    content[OWN_BUFFERS_KEY] = {"gone": saved.queue}
+    content[OWN_BUFFERS_KEY] = {"part.gone": saved.queue}
     with pytest.raises(ConfigError, match="does not fit the model"):
         load_weights(loaded, LoadedCheckpoint(Path("a.pt"), content))
 

@@ -1,6 +1,7 @@
 """What a model froze or set to evaluation mode, its hooks on gradients, and inputs that keep_fp32
 takes."""
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import runner
-from runner.training import adapters
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 DATA = (TensorDataset(X, X), TensorDataset(X, X))
@@ -69,22 +69,10 @@ def test_an_adapter_adds_to_a_frozen_part_only_where_a_pattern_names_it(case, tm
     assert said == ("teacher.0" not in names)
 
 
-def test_an_adapter_of_an_earlier_version_on_a_frozen_part_is_loaded(tmp_path, monkeypatch):
+def test_an_adapter_whose_pattern_finds_frozen_parts_alone_is_refused(tmp_path):
     words = ["adapter=lora", "adapter.modules=[*.0,body]"]
     with pytest.raises(runner.ConfigError, match=r"which adapter\.modules=\[teacher\] adapts"):
         run(Student, tmp_path / "out", *words)
-    with monkeypatch.context() as patch:
-        patch.setattr(adapters, "frozen_parts", lambda model: {})
-        loss = run(Student, tmp_path / "out", *words).metrics["val/loss"]
-        whole = run(Student, tmp_path / "whole", *words, steps=6).metrics["val/loss"]
-    saved = next((tmp_path / "out").glob("checkpoints/*.pt"))
-    # In packed weights the adapter is merged first.
-    for precision, tolerance in (("32-true", 1e-6), ("bnb-nf4", 0.2)):
-        words = [*SHORT, "mode=evaluate", f"checkpoint={saved}", f"precision={precision}"]
-        found = runner.run(words, model=Student, data=DATA, out=tmp_path / precision)
-        assert found.metrics["val/loss"] == pytest.approx(loss, rel=tolerance)
-    resumed = run(Student, tmp_path / "out", f"checkpoint.resume={saved}", steps=6)
-    assert resumed.metrics["val/loss"] == whole
 
 
 class Hooked(nn.Module):
@@ -141,7 +129,8 @@ def test_an_input_that_a_kept_module_takes_keeps_its_value(name, tmp_path, capsy
     split = TensorDataset(X, TIMES, X)
     run(Timed(), tmp_path / "out", *words, data=(split, split), steps=2)
     assert torch.equal(Timed.given, Timed.spread(TIMES[-8:]))
-    assert "modules of precision.keep_fp32: input 1" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search("stays wider than .*input 1", printed)
 
 
 class Late(nn.Module):

@@ -250,7 +250,7 @@ def test_state_of_another_model_is_refused_in_one_message(compose):
 @pytest.mark.parametrize(
     ("counted", "reads"),
     [
-        ({"position": 3}, None),
+        ({"position": 3}, ((24, 8),)),  # in micro-batches
         ({"position": 30, "reads": [[24, 8], [6, 2]]}, ((24, 8), (6, 2))),
         ({"reads": [[24, 0]]}, None),
         ({"reads": [[2**60, 1]]}, None),

@@ -104,7 +104,8 @@ class Group:
     @property
     def direction(self) -> Literal["max", "min"]:
         """Return whether a greater ("max") or a smaller ("min") quality is better."""
-        return next((job.direction for job in self.jobs if job.quality), "max")
+        judged = [job for job in self.jobs if job.quality]
+        return judged[0].direction if judged else "max"
 
     @property
     def is_on_cpu(self) -> bool:
