@@ -299,10 +299,11 @@ def _is_number(value: Any) -> bool:
 
 def entry_options(node: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options of each entry of optimizer.groups."""
-    entries = group_settings(node).get("groups") or []
+    entries = group_settings(node).get("groups")
     # What is no list of mappings has a message of its own.
-    mappings = [entry for entry in entries if isinstance(entry, Mapping)]
-    return [{k: v for k, v in entry.items() if k not in _OWN_KEYS} for entry in mappings]
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        return []
+    return [{k: v for k, v in entry.items() if k not in _OWN_KEYS} for entry in entries]
 
 
 def full_rate(group: Mapping[str, Any]) -> float:
