@@ -74,10 +74,11 @@ def tokens(context, vocab, count, **_):
     return train, TensorDataset(inputs[:half], targets[:half])
 '''
 SHARED = "accelerator=cpu tracking.log_model=false tracking.system_metrics=null"
-LENGTH = f"train.max_steps={STEPS} train.eval_every={STEPS // 2} train.log_every=7"
+LOGGED = f"train.eval_every={STEPS // 2} train.log_every=7"
+LENGTH = f"train.max_steps={STEPS} {LOGGED}"
 MLP = f"-m {LENGTH} model=mlp model.hidden=[64,64] data=digits train.batch_size=16"
 GPT = f"""
-    {LENGTH} model=gpt model.layers=1 model.width=32 model.heads=2 model.dropout=0.1
+    {LOGGED} model=gpt model.layers=1 model.width=32 model.heads=2 model.dropout=0.1
     data=synthetic_tokens data._target_=padded.tokens data.vocab=32 data.context=16 data.count=128
     train.batch_size=8 train.clip_norm=0.5 train.accumulate=4
     scheduler=cosine scheduler.T_max={STEPS}
@@ -100,7 +101,7 @@ LANES = (
         "half": f"{GPT} precision=16-mixed {SCALE} optimizer=adamw8bit "
         f"optimizer.min_8bit_size=1 hydra.run.dir=resumed/0 train.max_steps={STEPS // 2}",
         "rest": f"checkpoint.resume=resumed/0 train.max_steps={STEPS}",
-        "gpt": f"-m {GPT} precision=32-true,16-mixed,bf16-true,bnb-nf4 adapter=none,lora {SCALE}",
+        "gpt": f"-m {GPT} train.max_steps={STEPS} precision=32-true,16-mixed,bf16-true,bnb-nf4 adapter=none,lora {SCALE}",
         "images": f"{IMAGES} precision=16-mixed,bf16-true",
     },
 )

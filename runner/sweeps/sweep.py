@@ -49,7 +49,7 @@ from runner.utils.errors import RunnerError
 from runner.utils.files import check_links
 from runner.utils.folder_lock import folder_lock
 from runner.utils.formatting import grouped, now_ms, relative_path
-from runner.utils.layout import VERDICT
+from runner.utils.layout import RESULT, VERDICT
 from runner.utils.markup import markdown_code
 from runner.utils.other_programs import OtherPrograms
 from runner.utils.secrets import redact, redact_override
@@ -171,6 +171,7 @@ class Sweep:
                     break
                 time.sleep(0.05)
         self._others = OtherPrograms()
+        self._began = time.time()
 
     def _open_parent_run(self, name: str, former: Manifest | None) -> None:
         """Open the parent run of a new sweep, or of the sweep with this former manifest."""
@@ -227,7 +228,9 @@ class Sweep:
             return self._leave_nothing(status)
         self.begin()
         # Where other machines run the jobs, their number at once is not known.
-        busy = self._others.share() if self.manifest.jobs_at_once else 0.0
+        busy = (
+            self._others.share() if self.manifest.jobs_at_once and self._has_new_result() else 0.0
+        )
         busy = max(busy, self.manifest.busy)  # a resumed sweep's jobs ran in several processes
         self.manifest = replace(self.manifest, finished=not data.is_unfinished, busy=busy)
         data = replace(data, busy=busy)
@@ -276,6 +279,11 @@ class Sweep:
         if gate is not None:
             return gate.exit_status
         return 2 if is_untried else 0
+
+    def _has_new_result(self) -> bool:
+        """Return whether any job has trained here since the sweep began."""
+        written = [path.stat().st_mtime for path in self.folder.glob(f"*/{RESULT}")]
+        return max(written, default=0.0) > self._began
 
     def _leave_nothing(self, status: int) -> int:
         """Remove the folder of a sweep that was refused before its first job; return the status."""

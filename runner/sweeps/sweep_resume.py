@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,9 @@ _ADVISE_MODES = tuple(f"mode={mode}" for mode in ADVISE_MODES)
 _FIXING_WORDS = ("sweep=", "hydra/sweeper=", "launcher=", "hydra/launcher=", *_ADVISE_MODES)
 """How the words begin that let other code than Hydra's own sweeper and our launcher number the jobs
 of a sweep."""
+_LISTED_PRESETS = ("sweep=every_precision", "sweep=precisions")
+"""Presets that only list precisions."""
+_SEED = "seed="
 _NO_LISTS = ("-", "hydra.", "hydra/", "launcher=", "sweep", _TRACKING)
 
 
@@ -73,7 +76,7 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
             f"relative to. Type cd {shlex.quote(str(original))} first."
         )
     # Redacted words are typed again, see _check_added(), as are tracking.* and others.
-    command = _with_lists(manifest.command[3:], lists)
+    command = _with_lists(manifest.command[3:], lists, folder)
     replaced = {"hydra.sweep.dir", *map(override_key, added)}
     command = [word for word in command if override_key(word) not in replaced]
     _select_recorded_store(folder, [*command, *added])
@@ -87,8 +90,10 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     ]
 
 
-def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
+def _with_lists(command: Sequence[str], lists: Sequence[str], folder: Path) -> list[str]:
     """Return the words of a sweep's command with longer lists in their places.
+
+    A sweep whose command has no seed takes a list that holds the seed of its jobs.
 
     Raises:
         ConfigError: a list lacks a value that the sweep has, or the sweep cannot take more jobs.
@@ -103,6 +108,10 @@ def _with_lists(command: Sequence[str], lists: Sequence[str]) -> list[str]:
     for word in map(as_typed, rewrite_arguments(lists)):
         key = override_key(word)
         places = [i for i, text in enumerate(words) if override_key(text) == key]
+        seeds = {f"{result.seed}" for result in read_results(folder) if result.seed is not None}
+        if word.startswith(_SEED) and not places and len(seeds) == 1:
+            words.append(_SEED + seeds.pop())
+            places = [-1]
         if not places:
             raise ConfigError(
                 f"{word}: the sweep's command does not set {key}. Only its own lists may get "
@@ -124,7 +133,8 @@ def fixing_word(command: Sequence[str]) -> str:
     """Return the word of a sweep's command that keeps its lists from getting longer; empty without
     any."""
     fixing = (word for word in command if word.startswith(_FIXING_WORDS))
-    return next((word for word in fixing if not word.endswith("=isolated")), "")
+    is_known = ("=isolated", *_LISTED_PRESETS)
+    return next((word for word in fixing if not word.endswith(is_known)), "")
 
 
 def _listed_values(word: str) -> list[str]:
@@ -147,7 +157,8 @@ def with_longer_lists(manifest: Manifest, overrides: Sequence[str]) -> Manifest:
     by_key = {override_key(text): text for text in lists if not text.startswith(_TRACKING)}
     command = [by_key.get(override_key(text), text) for text in manifest.command]
     fields = [by_key.get(override_key(text), text) for text in manifest.overrides]
-    longer = replace(manifest, command=command, overrides=fields)
+    added = [text for text in by_key.values() if text not in fields]
+    longer = replace(manifest, command=[*command, *added], overrides=[*fields, *added])
     return longer.signed() if manifest.is_signed_by_user else longer
 
 
@@ -163,15 +174,16 @@ def resumed_numbers(
     """
     # A job whose result cannot be read has no overrides.
     ended = [result for result in read_results(folder) if result.overrides]
-    settings = {int(Path(result.folder).name): _settings(result.overrides) for result in ended}
+    results = {int(Path(result.folder).name): result for result in ended}
     resumed: list[int | None] = []
     for words in jobs:
         texts = _settings([*map(as_typed, words)])
         # A result lacks the keys that the sweep leaves out for its precision.
-        number = next((n for n in numbers if n in settings and settings[n] <= texts), None)
+        known = (n for n in numbers if n in results and _settings_of(results[n], texts) <= texts)
+        number = next(known, None)
         resumed.append(number)
         if number is not None:
-            del settings[number]
+            del results[number]
     free = (number for number in numbers if number not in resumed)
     return [next(free) if number is None else number for number in resumed]
 
@@ -262,12 +274,22 @@ def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
         return None
     result = RunResult.read(folder)
     is_final = result.status == "finished" or result.diverged
-    return result if is_final and have_same_settings(result.overrides, overrides) else None
+    return result if is_final and has_settings(result, overrides) else None
 
 
-def have_same_settings(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether two jobs' overrides agree, apart from where the jobs are recorded."""
-    return _settings(one) == _settings(other)
+def has_settings(result: RunResult, overrides: Sequence[str]) -> bool:
+    """Return whether a job had these overrides, apart from where it is recorded."""
+    settings = _settings(overrides)
+    return _settings_of(result, settings) == settings
+
+
+def _settings_of(result: RunResult, others: Collection[str]) -> set[str]:
+    """Return a job's settings, with the seed that it took by default where others name theirs."""
+    settings = _settings(result.overrides)
+    own, other = (any(text.startswith(_SEED) for text in texts) for texts in (settings, others))
+    if other and not own:
+        settings.add(f"{_SEED}{result.seed}")
+    return settings
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:

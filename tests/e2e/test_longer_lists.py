@@ -1,6 +1,7 @@
 """sweep.resume=<folder> seed=0,1,2: lists of a sweep that has run get longer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from run_folders import job_results, only_sweep
@@ -53,12 +54,30 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
     report = (swept / "report.md").read_text()
     assert "9 of 9 jobs finished" in report
     assert "(3 seeds)" in report
-    # Without a list, all is as it was, and another tolerance judges the same jobs anew.
+    # Without a list, all is as it was, and another tolerance judges the same jobs anew; other
+    # programs that run meanwhile disturbed no job.
+    replace(Manifest.read(swept), busy=0.0).signed().write(swept)
     again = main(f"sweep.resume={swept}", "advise.max_gap=0.5")
     assert (again.rc, again.stdout.count("finished before")) == (0, 9)
     assert "a loss of more than 0.5 (advise.max_gap)" in (swept / "report.md").read_text()
     command = json.loads((swept / "sweep.json").read_text())["command"]
     assert {"precision=32-true,bf16-mixed,64-true", "seed=0,1,2"} < {*command}
+    assert Manifest.read(swept).busy == 0.0
+
+
+def test_a_sweep_without_a_seed_takes_further_ones(quick, main, tmp_path):
+    assert quick("-m", "precision=32-true,bf16-mixed").rc == 0
+    folder = only_sweep(tmp_path)
+    refused = main(f"sweep.resume={folder}", "seed=1,2")
+    message = "the sweep has seed=0, and a list may only get longer. Type seed=0,1,2."
+    assert (refused.rc, message in refused.stderr) == (2, True), refused.stderr
+    for words in (["seed=0,1"], []):
+        done = main(f"sweep.resume={folder}", *words)
+        assert done.rc == 0, done.stderr
+        assert done.stdout.count("finished before") == (2 if words else 4)
+    labels = [job["label"] for job in job_results(tmp_path)]
+    assert labels == ["32-true", "bf16-mixed", "32-true seed=1", "bf16-mixed seed=1"]
+    assert "(2 seeds)" in (folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize("word", ["mode=advise", "launcher=joblib", "sweep=search"])

@@ -9,7 +9,7 @@ from hydra.plugins.launcher import Launcher
 
 from runner.modes.result import RunResult, read_results
 from runner.sweeps.sweep import Sweep
-from runner.sweeps.sweep_resume import final_result, have_same_settings
+from runner.sweeps.sweep_resume import final_result, has_settings
 from runner.utils.formatting import now_ms
 
 
@@ -50,7 +50,7 @@ class Trials:
         """
         # By its overrides, not by its place: how many trials come before it depends on the budget.
         earlier = self._earlier_results.items()
-        numbers = [n for n, result in earlier if have_same_settings(result.overrides, words)]
+        numbers = [n for n, result in earlier if has_settings(result, words)]
         if numbers:
             number = numbers[0]
         else:

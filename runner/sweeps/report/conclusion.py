@@ -139,9 +139,7 @@ def _is_resumable(data: SweepData, words: Sequence[str]) -> bool:
     """Return whether the sweep itself can get what an answer lacks: more seeds in its list, or
     another tolerance."""
     keys = {word.partition("=")[0] for word in words}
-    overrides = [word for result in data.results for word in result.overrides]
-    has_list = any(word.startswith("seed=") for word in overrides)
-    takes_seeds = has_list and not fixing_word(_command_words(data))
+    takes_seeds = not fixing_word(_command_words(data))
     return bool(data.folder) and (keys == {"advise.max_gap"} or (takes_seeds and keys == {"seed"}))
 
 
@@ -278,14 +276,12 @@ def _only_answer(comparison: Comparison) -> Answer:
     return Answer(f"{name} finished: {facts}.", words, "to compare")
 
 
-def _seed_list(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
-    """Return the override for a number of seeds, those that the groups have among them."""
+def _more_seeds(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
+    """Return the override for the seeds of groups and a number of further ones."""
     jobs = [job for comparison in comparisons for job in comparison.group.jobs]
     seeds = sorted({job.seed for job in jobs if job.seed is not None})
-    added = (seed for seed in range(count + len(seeds)) if seed not in seeds)
-    while len(seeds) < count:
-        seeds.append(next(added))
-    return (f"seed={','.join(map(str, seeds))}",)
+    unused = [seed for seed in range(count + len(seeds)) if seed not in seeds]
+    return (f"seed={','.join(map(str, [*seeds, *unused[:count]]))}",)
 
 
 def _untimed_answer(others: Sequence[Comparison]) -> Answer:
@@ -308,7 +304,7 @@ def _untimed_answer(others: Sequence[Comparison]) -> Answer:
     words: tuple[str, ...] = ()
     aim = ""
     if any(not other.is_judged for other in compared):
-        words = _seed_list(others, MIN_SEEDS)
+        words = _more_seeds(others, MIN_SEEDS - 1)
         aim = "to judge the differences"
     if all(job.kernels == "emulated" for job in jobs):
         text = f"Emulated: the hardware itself is needed to measure the speed.{against}"
@@ -397,7 +393,7 @@ def _unjudged_answer(others: Sequence[Comparison]) -> Answer:
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
     costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")
     quality = f"{fastest.group.metric} differs{gap}"
-    words = _seed_list(others, MIN_SEEDS)
+    words = _more_seeds(others, MIN_SEEDS - 1)
     return Answer(f"{costs}{least}. Whether {quality} takes more seeds to judge.", words)
 
 
@@ -436,7 +432,7 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
     ratio = pick.speed_ratio
     assert ratio is not None
     if pick.speed_verdict == "unclear" and not pick.was_busy and ratio.value > 1 + MIN_GAIN_SEEDS:
-        return Answer(text, _seed_list(ended, 2 * ratio.n), "to measure the speed")
+        return Answer(text, _more_seeds(ended, ratio.n), "to measure the speed")
     return Answer(text, words, pick=pick if fit else baseline)
 
 
@@ -448,10 +444,12 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
     if not rival.has_learned:
         return Answer(f"{start} where nothing is learned nothing can be judged.")
     if rival.has_stalled:
-        words = (f"precision={BASELINE},{group.precision}", "precision.update=kahan")
+        rule = "precision.update="
+        has_rule = any(word.startswith(rule) for word in group.jobs[0].overrides)
+        words = (f"precision={BASELINE},{group.precision}", f"{rule}kahan")
         share = format_percent(group.stagnant_share)
         text = f"{start} the last step moved none of {share} of its weights."
-        return Answer(text, words, "to keep such updates")
+        return Answer(text) if has_rule else Answer(text, words, "to keep such updates")
     difference = rival.difference
     assert difference is not None
     quality = group.metric
@@ -473,7 +471,7 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
     seconds = sum(fmean(job.seconds for job in other.group.jobs) for other in ended)
     added = format_duration(seconds * (count - difference.n))
     text = f"{text} About {count} seeds would decide, {added} more."
-    return Answer(text, _seed_list(ended, count))
+    return Answer(text, _more_seeds(ended, count - difference.n))
 
 
 def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:

@@ -25,7 +25,7 @@ from runner.sweeps.verdict.compare import (
     has_several_models,
     qualities_by_seed,
 )
-from runner.sweeps.verdict.statistics import Tolerance, Verdict, quality_test
+from runner.sweeps.verdict.statistics import Tolerance, Verdict, quality_tests
 from runner.utils.formatting import grouped
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 
@@ -133,7 +133,9 @@ def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
         others = [qualities_by_seed(c.group) for c in ended if c is not candidate]
         # Better by whatever amount: nothing is tolerated.
         none = Tolerance(max_gap=0.0)
-        tests = [quality_test(values, other, direction, none, len(others)) for other in others]
+        tests = [
+            quality_tests([values], other, direction, none, len(others))[0] for other in others
+        ]
         if all(test.verdict is Verdict.BETTER for test in tests):
             return candidate
     return None

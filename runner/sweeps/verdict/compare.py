@@ -20,9 +20,10 @@ from runner.sweeps.verdict.statistics import (
     Spread,
     Tolerance,
     Verdict,
-    quality_test,
+    quality_tests,
 )
 from runner.tracking.metric_names import VAL_LOSS
+from runner.utils.formatting import grouped
 from runner.utils.other_programs import BUSY_SHARE
 
 BASELINE = "32-true"
@@ -142,12 +143,12 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
     for result in results:
         if result.device:
             device_by_name.setdefault(group_name(result), result.device)
-    grouped: dict[tuple[str, str], list[RunResult]] = {}
+    keyed = []
     for result in results:
         name = group_name(result)
         device = result.device or device_by_name.get(name, only_device)
-        grouped.setdefault((name, device), []).append(result)
-    return [_group(*key, jobs, results) for key, jobs in grouped.items()]
+        keyed.append(((name, device), result))
+    return [_group(*key, jobs, results) for key, jobs in grouped(keyed).items()]
 
 
 def caveats_of(groups: Iterable[Group], of_casts: bool = False) -> list[str]:
@@ -318,14 +319,21 @@ def compare_with_baselines(
         comparison = compare_two_groups(group, None if is_alone else base, busy)
         jobs = [*group.jobs, *(base.jobs if base else ())]
         compared.append(replace(comparison, has_learned=not any(job in untrained for job in jobs)))
-    tested = [index for index, c in enumerate(compared) if _has_comparable_quality(c)]
+    tested = [comparison for comparison in compared if _has_comparable_quality(comparison)]
     # Groups with too few seeds get no verdict, so they cannot get a false one.
-    counts = [len(qualities_by_seed(compared[index].group)) for index in tested]
+    counts = [len(qualities_by_seed(comparison.group)) for comparison in tested]
     family_size = sum(count >= MIN_SEEDS for count in counts)
-    for index in tested:
-        difference = _difference(compared[index], tolerance or Tolerance(), family_size)
-        compared[index] = replace(compared[index], difference=difference)
-    return compared
+    differences: dict[int, Difference] = {}
+    for of_baseline in grouped((id(each.baseline), each) for each in tested).values():
+        baseline = of_baseline[0].baseline
+        assert baseline is not None
+        qualities = [qualities_by_seed(each.group) for each in of_baseline]
+        base = qualities_by_seed(baseline)
+        tests = quality_tests(
+            qualities, base, baseline.direction, tolerance or Tolerance(), family_size
+        )
+        differences |= {id(each): test for each, test in zip(of_baseline, tests, strict=True)}
+    return [replace(each, difference=differences.get(id(each))) for each in compared]
 
 
 def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> Group | None:
@@ -377,15 +385,6 @@ def _has_comparable_quality(comparison: Comparison) -> bool:
     if group.quality is None or baseline.quality is None:
         return False
     return group.metric == baseline.metric
-
-
-def _difference(comparison: Comparison, tolerance: Tolerance, family_size: int) -> Difference:
-    """Return the tested difference in quality, see _has_comparable_quality()."""
-    assert comparison.baseline is not None
-    qualities = qualities_by_seed(comparison.group)
-    others = qualities_by_seed(comparison.baseline)
-    direction = comparison.baseline.direction
-    return quality_test(qualities, others, direction, tolerance, family_size)
 
 
 def qualities_by_seed(group: Group) -> SeedValues:

@@ -20,7 +20,7 @@ from runner.sweeps.verdict.statistics import (
     Ratio,
     Verdict,
     baseline_spread,
-    non_inferiority_test,
+    non_inferiority_tests,
 )
 
 _RANKS: Mapping[Verdict, int] = {
@@ -47,7 +47,7 @@ class PrecisionVerdict:
     """What the trials say about one precision, or about one with a remedy.
 
     Attributes:
-        comparison: with the baseline, by non_inferiority_test() of the final loss.
+        comparison: with the baseline, by non_inferiority_tests() of the final loss.
         rating: the verdict of the test, or what mode=advise says instead of it.
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
@@ -151,13 +151,12 @@ def rank_precisions(
     gaps = [_gaps(group, base_losses, settings) for group in others]
     # Too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(of_group) >= MIN_SEEDS for of_group in gaps)
+    means = [MeanDifference.of_pairs([*of_group.values()]) for of_group in gaps if of_group]
+    losses = [*base_losses.values()]
+    tests = iter(non_inferiority_tests(means, losses, settings.accepted, family_size))
     verdicts = []
     for group, of_group in zip(others, gaps, strict=True):
-        test = None
-        if of_group:
-            mean = MeanDifference.of_pairs([*of_group.values()])
-            losses = [*base_losses.values()]
-            test = non_inferiority_test(mean, losses, settings.accepted, family_size)
+        test = next(tests) if of_group else None
         jobs = [*group.jobs, *(base.jobs if base else ())]
         if test and any(job in untrained for job in jobs):
             test = replace(test, verdict=Verdict.UNCLEAR)

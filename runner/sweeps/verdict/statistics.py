@@ -15,9 +15,8 @@ from typing import Literal
 
 ERROR_RATE = 0.05
 """Error rate of every test: the chance that, of all precisions tested together, any that is as good
-as the baseline is called worse; the same chance that any is called better; and, for each, a bound
-on the chance that one that is worse by the tolerance or more is called within tolerance
-(bench/false_alarms.py)."""
+as the baseline is called worse; the same chance that any is called better; and the chance that any
+that is worse by the tolerance or more is called within tolerance (bench/sweep_errors.py)."""
 MIN_SEEDS = 3
 """Fewer seeds get no verdict."""
 MAX_SEEDS = 50
@@ -160,6 +159,15 @@ class MeanDifference:
             return math.inf
         return _quantile(one_sided_error, self.freedom) * self.standard_error
 
+    def p_value(self, bound: float) -> float:
+        """Return the one-sided p value of the mean being below a bound; 1.0 for a NaN."""
+        from scipy.stats import t
+
+        if not self.standard_error > 0:
+            return float(not self.value <= bound)
+        p_value = float(t.sf((bound - self.value) / self.standard_error, self.freedom))
+        return 1.0 if math.isnan(p_value) else p_value
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -221,32 +229,76 @@ class Difference:
     seeds_needed: int | None = None
 
 
-def quality_test(
-    group: SeedValues,
+def quality_tests(
+    groups: Sequence[SeedValues],
     baseline: SeedValues,
     direction: Literal["max", "min"],
     tolerance: Tolerance,
     family_size: int = 1,
-) -> Difference:
-    """Test a group's quality against the baseline's by non_inferiority_test().
+) -> list[Difference]:
+    """Test the quality of groups against their baseline's by non_inferiority_tests().
 
     Args:
-        group: (seed, quality) of the group; finite, not empty.
+        groups: (seed, quality) of each group; finite, none empty.
         baseline: (seed, quality) of the baseline; finite, not empty.
         direction: whether a larger ("max") or a smaller ("min") quality is better.
         tolerance: accepted difference.
         family_size: how many precisions are tested together.
     """
-    mean = MeanDifference.of_groups(group, baseline)
-    assert mean is not None
     sign = 1 if direction == "min" else -1
-    loss = replace(mean, value=sign * mean.value)
-    tested = non_inferiority_test(loss, _known_values(baseline), tolerance, family_size)
-    return replace(tested, value=mean.value)
+    losses = []
+    for group in groups:
+        mean = MeanDifference.of_groups(group, baseline)
+        assert mean is not None
+        losses.append(replace(mean, value=sign * mean.value))
+    tests = non_inferiority_tests(losses, _known_values(baseline), tolerance, family_size)
+    return [replace(test, value=sign * test.value) for test in tests]
+
+
+def non_inferiority_tests(
+    differences: Sequence[MeanDifference],
+    baseline: Sequence[float],
+    tolerance: Tolerance,
+    family_size: int,
+) -> list[Difference]:
+    """Test several precisions against their baseline by non_inferiority_test().
+
+    Within tolerance are, of those not found worse, the one with the k-th largest p value and those
+    with smaller ones, for the least k for which it is at most ERROR_RATE / k (Hochberg, Biometrika
+    75, 1988): where all are as good, each needs no more seeds than one alone.
+
+    Args:
+        differences: of the losses, one for each precision.
+        baseline: see non_inferiority_test, as the rest.
+        tolerance: accepted difference.
+        family_size: how many precisions are tested together.
+    """
+    tests = [
+        non_inferiority_test(difference, baseline, tolerance, family_size)
+        for difference in differences
+    ]
+    p_values: dict[int, float] = {}
+    for index, test in enumerate(tests):
+        # What was found worse would hardly be called within tolerance, too.
+        if test.n >= MIN_SEEDS and test.verdict is not Verdict.WORSE:
+            p_values[index] = differences[index].p_value(test.margin)
+    ranked = sorted(p_values.items(), key=lambda item: -item[1])
+    passing = (rank for rank, (_, p) in enumerate(ranked, 1) if p <= ERROR_RATE / rank)
+    first_passing = next(passing, len(ranked))
+    for rank, (index, _) in enumerate(ranked, 1):
+        error_rate = ERROR_RATE / min(rank, first_passing)
+        tests[index] = non_inferiority_test(
+            differences[index], baseline, tolerance, family_size, error_rate
+        )
+    return tests
 
 
 def non_inferiority_test(
-    difference: MeanDifference, baseline: Sequence[float], tolerance: Tolerance, family_size: int
+    difference: MeanDifference,
+    baseline: Sequence[float],
+    tolerance: Tolerance,
+    family_size: int,
+    error_rate: float = ERROR_RATE,
 ) -> Difference:
     """Test whether a precision trains worse than the baseline, or was only luckier or unluckier.
 
@@ -255,7 +307,7 @@ def non_inferiority_test(
 
     Worse: the mean difference is beyond the tolerance, and above 0 by the one-sided t test at
     ERROR_RATE / family_size (Bonferroni). Better: the same with the sign changed.
-    Indistinguishable: the test at ERROR_RATE finds the difference below what is surely tolerated
+    Indistinguishable: the test at `error_rate` finds the difference below what is surely tolerated
     (a non-inferiority test). Unclear: none of these.
 
     Args:
@@ -263,6 +315,7 @@ def non_inferiority_test(
         baseline: the baseline's losses, whose spread is the unit of the tolerance.
         tolerance: accepted difference.
         family_size: how many precisions are tested together.
+        error_rate: of the claim that it is within tolerance, see non_inferiority_tests().
     """
     mean = difference.value
     n = difference.n
@@ -272,10 +325,8 @@ def non_inferiority_test(
     if n < 2:
         return Difference(Verdict.UNJUDGED, mean, n, margin=certain, seeds_needed=MIN_SEEDS)
 
-    # The claim "worse" is corrected for the number of precisions: any false one misleads the
-    # reader. "Indistinguishable" is a claim about one precision and is not corrected.
     corrected = difference.half_width(ERROR_RATE / max(family_size, 1))
-    half_width = difference.half_width(ERROR_RATE)
+    half_width = difference.half_width(error_rate)
     verdict = Verdict.UNCLEAR
     needed = None
     if n >= MIN_SEEDS and abs(mean) > max(corrected, margin):
@@ -284,11 +335,13 @@ def non_inferiority_test(
     elif n >= MIN_SEEDS and mean + half_width <= certain:
         verdict = Verdict.INDISTINGUISHABLE
     else:
-        needed = _seeds_needed(difference, spread, tolerance)
+        needed = _seeds_needed(difference, spread, tolerance, error_rate)
     return Difference(verdict, mean, n, half_width, difference.test, certain, needed)
 
 
-def _seeds_needed(difference: MeanDifference, spread: float, tolerance: Tolerance) -> int | None:
+def _seeds_needed(
+    difference: MeanDifference, spread: float, tolerance: Tolerance, error_rate: float
+) -> int | None:
     """Return the seeds with which non_inferiority_test() finds a difference within the tolerance.
 
     The mean and the spreads are taken to stay as they are. None for more than MAX_SEEDS; for a
@@ -296,7 +349,7 @@ def _seeds_needed(difference: MeanDifference, spread: float, tolerance: Toleranc
     """
     for count in range(max(difference.n + 1, MIN_SEEDS), MAX_SEEDS + 1):
         error = difference.standard_error * math.sqrt(difference.n / count)
-        half_width = _quantile(ERROR_RATE, count - 1) * error
+        half_width = _quantile(error_rate, count - 1) * error
         if difference.value + half_width <= tolerance.certain_gap(spread, count):
             return count
     return MIN_SEEDS if difference.n < MIN_SEEDS else None

@@ -15,7 +15,8 @@ from runner.sweeps.verdict.statistics import (
     Tolerance,
     Verdict,
     non_inferiority_test,
-    quality_test,
+    non_inferiority_tests,
+    quality_tests,
 )
 
 MINE = [0.90, 0.93, 0.95]
@@ -24,8 +25,12 @@ MINE = [0.90, 0.93, 0.95]
 def judged(mine, base, direction="max", **tolerance):
     """Return the test of seeds that are numbered from 0."""
     accepted = Tolerance(**tolerance)
-    sides = (list(enumerate(mine)), list(enumerate(base)))
-    return quality_test(*sides, direction, accepted)
+    return judge(list(enumerate(mine)), list(enumerate(base)), direction, accepted)
+
+
+def judge(mine, base, direction, accepted):
+    """Return the test of one group."""
+    return quality_tests([mine], base, direction, accepted)[0]
 
 
 def loss_test(differences, margin, family_size):
@@ -53,7 +58,7 @@ def test_an_interval_scales_with_its_values(size: float) -> None:
     def difference(unit: float):
         mine = [(0, 1 * unit), (1, 2 * unit)]
         base = [(5, 4 * unit), (6, 6 * unit), (7, 7 * unit)]
-        return quality_test(mine, base, "min", Tolerance())
+        return judge(mine, base, "min", Tolerance())
 
     got = difference(size)
     plain = difference(1.0)
@@ -69,14 +74,14 @@ def test_a_seed_that_one_side_lacks_leaves_the_others_in_pairs(lacks: str, count
     base = [(0, 0.90), (1, 0.95), (2, 0.80), (3, 0.99)]
     mine = [(seed, value - 0.001 * (seed + 1)) for seed, value in base]
     sides = (mine[:count], base) if lacks == "group" else (mine, base[:count])
-    got = quality_test(*sides, "max", Tolerance())
+    got = judge(*sides, "max", Tolerance())
     assert (got.n, got.value) == (count, pytest.approx(-0.001 * (count + 1) / 2))
 
 
 @pytest.mark.parametrize("keys", [[None] * 3, [1, 1, 2], [3, 4, 5], [2, 3, 4]])
 def test_seeds_that_do_not_match_are_not_paired(keys: list[int | None]) -> None:
     mine = list(zip(keys, [0.9, 0.8, 0.85], strict=True))
-    assert quality_test(mine, [(0, 0.9), (1, 0.7), (2, 0.8)], "max", Tolerance()).test == "Welch"
+    assert judge(mine, [(0, 0.9), (1, 0.7), (2, 0.8)], "max", Tolerance()).test == "Welch"
 
 
 @pytest.mark.parametrize(("direction", "expected"), [("max", "worse"), ("min", "better")])
@@ -172,6 +177,39 @@ def test_what_is_worse_than_the_tolerance_is_seldom_called_within_it(seeds, effe
         mine = [effect + spread * draw.gauss(0, 1) for _ in base]
         wrong += judged(mine, base, "min").verdict in ("indistinguishable", "better")
     assert wrong / 400 <= ERROR_RATE + 0.02
+
+
+@pytest.mark.parametrize(("pairing", "spread"), [(0.0, 2.0), (0.99, 1.0)])
+def test_of_three_that_are_worse_by_the_tolerance_seldom_one_is_called_within_it(pairing, spread):
+    draw = random.Random(0)
+    wrong = 0
+    for _ in range(400):
+        base = [draw.gauss(0, 1) for _ in range(3)]
+        groups = []
+        for _ in range(3):
+            own = [pairing * b + math.sqrt(1 - pairing**2) * draw.gauss(0, 1) for b in base]
+            groups.append(list(enumerate(1 + spread * value for value in own)))
+        tests = quality_tests(groups, list(enumerate(base)), "min", Tolerance(), 3)
+        wrong += any(test.verdict == "indistinguishable" for test in tests)
+    assert wrong / 400 <= ERROR_RATE + 0.02
+
+
+def test_the_most_doubtful_of_several_that_passes_decides_for_the_better_ones() -> None:
+    """The p values of the mean being below the tolerance are 0.04, 0.02 and 0.01, or 0.2 in place
+    of the first: the second then needs 0.05 / 2."""
+
+    def verdicts(*p_values):
+        means = []
+        for p_value in p_values:
+            value = 1.0 - stats.t.isf(p_value, 4) * 0.1
+            means.append(MeanDifference(value, 5, 0.1, 4, "paired t"))
+        tests = non_inferiority_tests(means, [1.0, 2.0], Tolerance(max_gap=1.0), 1)
+        return [test.verdict == "indistinguishable" for test in tests]
+
+    assert verdicts(0.04, 0.02, 0.01) == [True] * 3
+    assert verdicts(0.02, 0.2, 0.01) == [True, False, True]
+    assert verdicts(0.04, 0.2, 0.01) == [False, False, True]
+    assert verdicts(0.2, 0.04, 0.03) == [False] * 3
 
 
 def test_the_interval_is_the_one_that_the_verdict_rests_on() -> None:
