@@ -101,7 +101,8 @@ LANES = (
         "half": f"{GPT} precision=16-mixed {SCALE} optimizer=adamw8bit "
         f"optimizer.min_8bit_size=1 hydra.run.dir=resumed/0 train.max_steps={STEPS // 2}",
         "rest": f"checkpoint.resume=resumed/0 train.max_steps={STEPS}",
-        "gpt": f"-m {GPT} train.max_steps={STEPS} precision=32-true,16-mixed,bf16-true,bnb-nf4 adapter=none,lora {SCALE}",
+        "gpt": f"-m {GPT} train.max_steps={STEPS} {SCALE} adapter=none,lora "
+        "precision=32-true,16-mixed,bf16-true,bnb-nf4",
         "images": f"{IMAGES} precision=16-mixed,bf16-true",
     },
 )

@@ -143,7 +143,7 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
     for result in results:
         if result.device:
             device_by_name.setdefault(group_name(result), result.device)
-    keyed = []
+    keyed: list[tuple[tuple[str, str], RunResult]] = []
     for result in results:
         name = group_name(result)
         device = result.device or device_by_name.get(name, only_device)
