@@ -39,7 +39,6 @@ from runner.modes.training_outputs import (
     wants_model_folders,
 )
 from runner.precision.loss_scale import watch_gradient_calls
-from runner.precision.weight_updates import Nearest
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_sets
@@ -306,8 +305,7 @@ def _step_contexts(
     def around_second(measured: AbstractContextManager[object]) -> Iterator[None]:
         with _UNMEASURED if compiles else own_state.watched_reads(), measured:
             yield
-        has_rule = run.precision.update != Nearest.name
-        remedy = "" if has_rule or compiles else run.precision.update_remedy
+        remedy = "" if compiles else run.precision.update_remedy
         warning = own_state.narrow_warning(remedy, state.end_second_step())
         if warning:
             run.say(warning)

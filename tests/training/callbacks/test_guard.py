@@ -209,3 +209,12 @@ def test_updates_that_are_rounded_away(messages, evaluation):
     assert message.startswith("warning: 75% of the parameter elements with a gradient did not move")
     assert "precision=16-mixed" in message
     assert "optimizer.lr" in message
+
+
+@pytest.mark.parametrize("rule", ["nearest", "kahan", "stochastic_rounding"])
+def test_a_rule_that_keeps_updates_is_not_advised_where_one_does(messages, evaluation, rule):
+    guard = make_guard(messages)
+    guard.precision = load_precision("bf16-true", update=rule)
+    guard.on_evaluation(evaluation(10, stagnant=0.75), None)
+    assert ("Type precision.update=kahan" in messages[0]) == (rule == "nearest")
+    assert "a larger optimizer.lr" in messages[0]
