@@ -244,7 +244,7 @@ class GuardSpec:
         scale_floor: action (stop, warn or ignore) if the loss scale falls below 1.
         spike: action (stop, warn or ignore) if a loss exceeds guard.spike_factor times the running
             median of the last 50 losses, twice the largest of them, and half of the way from the
-            median to the run's first loss.
+            median to the run's first loss, which counts as 100 times the second at most.
         spike_factor: factor above the running median of the loss at which guard.spike acts.
         data: action (stop, warn or ignore) if a check before training finds inputs that are not
             finite, labels outside the classes, or a data set none of whose labels counts.

@@ -9,7 +9,10 @@ from dataclasses import replace
 from time import perf_counter
 from typing import NoReturn
 
+import torch
+
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.invocation import current_objects
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
@@ -39,7 +42,6 @@ from runner.modes.training_outputs import (
     wants_model_folders,
 )
 from runner.precision.loss_scale import watch_gradient_calls
-from runner.precision.weight_updates import Nearest
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_sets
@@ -47,7 +49,7 @@ from runner.training.loop import fit, total_steps
 from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import starting_point
-from runner.utils.errors import CheckpointError, Diverged, HookError, RunnerError
+from runner.utils.errors import CheckpointError, ConfigError, Diverged, HookError, RunnerError
 from runner.utils.formatting import format_number, now_ms, relative_path
 from runner.utils.layout import RESULT
 from runner.utils.reproducibility import seed_all
@@ -269,6 +271,25 @@ def _raise_with_checkpoint(
     raise HookError(message) from error
 
 
+def _refuse_gradients_of_original() -> AbstractContextManager[object]:
+    """Return the context of a step of a model that may be a copy of a module that was given.
+
+    A backward within the context raises a ConfigError where it reaches the module that was given.
+    """
+    given = current_objects().by_role.get("model")
+
+    def refuse(_: torch.Tensor) -> NoReturn:
+        raise ConfigError(
+            f"model={type(given).__name__} cannot be copied: a forward, a hook or the loss uses "
+            "the module that was given, by a global or another object. Give a function that "
+            "builds it, as in model=lambda: Net()."
+        )
+
+    weights = given.parameters() if isinstance(given, torch.nn.Module) else ()
+    weights = [p for p in weights if not torch.nn.parameter.is_lazy(p)]
+    return torch.autograd.graph.register_multi_grad_hook(weights, refuse, mode="any")
+
+
 def _step_contexts(
     run: RunContext, callbacks: TrainingCallbacks, proof: FirstStepProof
 ) -> Callable[[int], AbstractContextManager[object]]:
@@ -290,7 +311,8 @@ def _step_contexts(
         casts = _UNMEASURED if compiles else watched_casts(run, state.plain_model)
         scaled = state.scale.value is not None and not compiles
         hooks = watch_gradient_calls(run.say) if scaled else _UNMEASURED
-        with run.signals.interruptible(), proof.probe, proof.watch(), hooks, casts, measured:
+        given = _refuse_gradients_of_original()
+        with run.signals.interruptible(), given, proof.probe, proof.watch(), hooks, casts, measured:
             yield
         # The step shows what has a gradient, and what a model returns in training mode alone.
         for loss, weight in state.loss_weights.items():
@@ -306,8 +328,7 @@ def _step_contexts(
     def around_second(measured: AbstractContextManager[object]) -> Iterator[None]:
         with _UNMEASURED if compiles else own_state.watched_reads(), measured:
             yield
-        has_rule = run.precision.update != Nearest.name
-        remedy = "" if has_rule or compiles else run.precision.update_remedy
+        remedy = "" if compiles else run.precision.update_remedy
         warning = own_state.narrow_warning(remedy, state.end_second_step())
         if warning:
             run.say(warning)

@@ -270,8 +270,9 @@ class Precision(ABC):
 
     @property
     def update_remedy(self) -> str:
-        """Return what to type for updates that are rounded away; empty where the key is unknown."""
-        return "precision.update=kahan, which keeps them, " if "update" in vars(self) else ""
+        """Return what to type for updates that are rounded away; empty where the key is unknown or
+        keeps them already."""
+        return "precision.update=kahan, " if vars(self).get("update") == "nearest" else ""
 
     @property
     def formats(self) -> tuple[ComputeFormat, ...]:

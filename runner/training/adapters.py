@@ -250,7 +250,7 @@ class Lora:
         self.add_for_checkpoint(model, dtype, bypassed)
         for name, layer in lora_layers(model).items():
             if self.init in CHANGES_BASE:
-                start_from_base(layer, self.init)
+                start_from_base(name, layer, self.init)
                 # Elsewhere peft's own magnitudes are right: the addition is 0.
                 if self.use_dora:
                     start_magnitudes(layer)
@@ -395,12 +395,13 @@ class Lora:
             base = module.get_base_layer()
             if derived_weight.is_derived(base):
                 total = merged(name, module.state_dict(prefix=f"{name}."), module)["weight"]
-                hold = derived_weight.set_weight if exact else derived_weight.add_beside
-                hold(base, total)
+                if exact:
+                    derived_weight.set_weight(name, base, total)
+                else:
+                    derived_weight.add_beside(base, total)
             else:
                 module.merge()
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, base)
+            model.set_submodule(name, base)
         for module in {stack.module for stack in expert_stacks(model)}:
             restore_stacks(module)
         # peft leaves its config on the model, where its other functions would find it.
@@ -459,13 +460,14 @@ def check_rank(init: str, rank: int, name: str, matrix: Tensor) -> None:
 
 
 @torch.no_grad()
-def start_from_base(layer: Any, init: str) -> None:
+def start_from_base(name: str, layer: Any, init: str) -> None:
     """Move a low-rank part of a layer's weight into its addition, in place.
 
     Source: PiSSA (the largest singular values), arXiv:2404.02948; OLoRA (the first columns of a QR
     decomposition), arXiv:2406.01775.
 
     Args:
+        name: dotted, of the layer.
         layer: of peft; its weight is not packed. Its start_A [rank, in] and start_B [out, rank] are
             set to the start of the addition.
         init: one of CHANGES_BASE.
@@ -492,7 +494,7 @@ def start_from_base(layer: Any, init: str) -> None:
     # Of the rounded additions, so that the sum differs from the weight by one rounding only.
     rest = wide - scale * layer.start_B.to(wide) @ layer.start_A.to(wide)
     rest = (rest.t() if is_transposed(base) else rest).to(matrix.dtype)
-    derived_weight.set_weight(base, rest)
+    derived_weight.set_weight(name, base, rest)
 
 
 @torch.no_grad()

@@ -112,7 +112,8 @@ def restore(
         state.position = starting_point(saved).examples
         state.skipped = content["skipped_steps"]
         state.last_evaluation_step = content["evaluated"]
-        state.stagnant_share = content["stagnant"]
+        # Elsewhere no step counts the share again.
+        state.stagnant_share = content["stagnant"] if state.precision.loses_updates else None
         state.own_state.restored.update(content.get(OWN_BUFFERS_KEY, {}))
         notes += _restore_own_updates(state, content)
         _restore_callbacks(callbacks, content["callbacks"])

@@ -7,7 +7,9 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import runner
 from runner.api.objects import given_model
 from runner.config.invocation import given_objects
 from runner.utils.errors import ConfigError
@@ -124,3 +126,43 @@ def test_a_copy_has_parts_and_attributes_of_its_own():
     assert copied.product.args[0] is copied.inner.weight
     copied(torch.ones(1, 4))
     assert len(seen) == 1  # the caller's list
+
+
+GLOBAL_NETS = {}
+
+
+class ReadsGlobal(Net):
+    """Computes with the module of a table of the program, or with its own parts, too."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads, self.key = reads, id(self)
+        GLOBAL_NETS[self.key] = self
+
+    def forward(self, x):
+        other = GLOBAL_NETS[self.key].inner
+        if self.reads == "its buffers":
+            return self.inner(x) + other.bias.detach()
+        return other(x) if self.reads == "others" else self.inner(x) + other(x)
+
+
+@pytest.mark.usefixtures("main")
+@pytest.mark.parametrize("reads", ["others", "both", "its buffers"])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_forward_that_reaches_the_given_module_by_a_global_is_refused(reads, has_gradients):
+    x, y = torch.randn(16, 4), torch.arange(16) % 4
+    data = (TensorDataset(x, y), TensorDataset(x, y))
+    net = ReadsGlobal(reads)
+    if has_gradients:  # of the program's own training before
+        net(x).sum().backward()
+    words = ["tracking=none", "train.max_steps=2", "train.batch_size=8", "task=classification"]
+
+    def run():
+        return runner.run(words, model=net, data=data, quiet=True, callbacks=[])
+
+    if reads == "its buffers":
+        assert run().steps == 2
+        return
+    reason = r"ReadsGlobal cannot be copied: a forward.* by a global .*model=lambda"
+    with pytest.raises(ConfigError, match=reason):
+        run()

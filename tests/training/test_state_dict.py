@@ -264,3 +264,15 @@ def test_where_a_run_was_in_its_data_is_read_in_examples(counted, reads):
             state_dict.starting_point(saved)
     else:
         assert state_dict.starting_point(saved) == (3, 1, reads)
+
+
+@pytest.mark.parametrize("rule", ["nearest", "kahan", "stochastic_rounding"])
+def test_updates_that_were_rounded_away_are_no_finding_of_a_rule_that_keeps_them(compose, rule):
+    pair = ("nearest", rule)
+    specs = [compose(*MLP, "precision=bf16-true", f"precision.update={r}") for r in pair]
+    before = train(begin(specs[0]))
+    before.stagnant_share = 0.75
+    source = save(before, specs[0])
+    state = begin(specs[1], source)
+    state_dict.restore(state, source, specs[1], ())
+    assert state.stagnant_share == (0.75 if rule == "nearest" else None)

@@ -46,10 +46,11 @@ def current_matrix(layer: Any) -> Tensor:
 
 
 @torch.no_grad()
-def set_weight(layer: Any, weight: Tensor) -> None:
+def set_weight(name: str, layer: Any, weight: Tensor) -> None:
     """Give a linear layer a weight, or the parameters from which it computes it, in place.
 
     Args:
+        name: dotted, of the layer.
         layer: unchanged where it is refused.
         weight: in the layer's layout and dtype.
 
@@ -76,7 +77,7 @@ def set_weight(layer: Any, weight: Tensor) -> None:
     except Exception as error:  # of whatever type a right_inverse raises
         layer.load_state_dict(before)
         raise ConfigError(
-            f"A layer {[*weight.shape]} derives its weight in each forward from parameters that "
+            f"{name} {[*weight.shape]} derives its weight in each forward from parameters that "
             "cannot give this one, as a spectral norm's: no addition is merged into it, or takes a "
             "part out of it. Type adapter.init=default, or adapter.modules=[<other layers>]; "
             "checkpoint.resume=<its folder> train.max_steps=<more steps> continues a run as it is."

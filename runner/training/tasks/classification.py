@@ -65,9 +65,8 @@ class Classification(TensorTask):
         Raises:
             ValueError: shapes or dtypes are not those of classification.
         """
-        logits = self._logits(output, target)
         own = partial(F.cross_entropy, label_smoothing=self.label_smoothing)
-        return self.minimised(logits, target, own)
+        return self.minimised(self._logits(output, target), target, own)
 
     def totals(self, output: Tensor, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct predictions, labels that count]."""
@@ -80,6 +79,21 @@ class Classification(TensorTask):
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats and val/accuracy in [0, 1]."""
         return class_metrics(totals)
+
+    def describe_output(self, output: Any) -> str:
+        """Return a warning where a model returns probabilities, as it seems, for logits."""
+        numbers = self.select(output)
+        # The loss of a subclass may take another output.
+        if self.training_loss or not isinstance(numbers, Tensor):
+            return ""
+        error = (numbers.sum(-1) - 1).abs().amax()
+        # A sum in bfloat16 is 2**-7 off at most, that of 250000 classes in float32 about 1e-6.
+        is_probable = numbers.amin() >= 0 and error <= (2**-7 if numbers.itemsize == 2 else 1e-5)
+        warning = (
+            "warning: the outputs for each example of the first batch sum to 1, and task="
+            "classification takes logits. If the model ends in a softmax, leave it out"
+        )
+        return warning if is_probable else ""
 
     def _logits(self, output: Any, target: Tensor) -> Tensor:
         logits = self.select(output)
@@ -147,12 +161,11 @@ class Binary(TensorTask):
         numbers = self.select(output)
         # A model that was never trained returns logits near 0, of both signs.
         is_probable = numbers.numel() >= 8 and 0.4 <= numbers.amax() <= 1 and numbers.amin() >= 0
-        if self.training_loss or not is_probable:
-            return ""
-        return (
+        warning = (
             "warning: all outputs of the first batch are in [0, 1], and task=binary takes logits. "
             "If the model ends in a sigmoid, type task.loss=torch.nn.BCELoss, or leave it out"
         )
+        return warning if is_probable and not self.training_loss else ""
 
     def _logits(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels, also where task.loss takes probabilities."""

@@ -168,6 +168,8 @@ def test_a_spike_is_reported_against_the_running_median(messages, step):
         [0.0] * MIN_SPIKE_STEPS + [0.1],
         [2.3, 0.5, *[0.001] * MIN_SPIKE_STEPS, 0.048, 0.4],  # near 0: one example of a batch
         [-5.0, *[0.01] * MIN_SPIKE_STEPS, -0.2],
+        [1e6, 1e6, *[2.0] * 60, 200.0],  # learned: a share of 2e-4 of what it began with
+        [1e6, *[2.0] * (MIN_SPIKE_STEPS - 1), 200.0],  # too early
     ],
 )
 def test_a_loss_that_is_usual_early_or_without_scale_is_no_spike(messages, step, values):
@@ -186,6 +188,14 @@ def test_a_loss_that_returns_half_of_the_way_to_the_first_one_is_a_spike(message
     assert messages == []
     guard.on_steps(curve[-1:], None)
     assert "leapt to 1.2" in messages[0]
+
+
+@pytest.mark.parametrize("count", [MIN_SPIKE_STEPS, 60])
+def test_a_huge_first_loss_hides_no_spike(messages, step, count):
+    guard = make_guard(messages, "32-true")
+    guard.on_steps(losses(step, [1e6, *[2.0] * count, 200.0, 2.0]), None)
+    (message,) = messages
+    assert f"leapt to 200 at step {count + 2}, 100 times its running median" in message
 
 
 def test_a_spike_can_stop_and_its_factor_be_chosen(messages, step):
@@ -209,3 +219,12 @@ def test_updates_that_are_rounded_away(messages, evaluation):
     assert message.startswith("warning: 75% of the parameter elements with a gradient did not move")
     assert "precision=16-mixed" in message
     assert "optimizer.lr" in message
+
+
+@pytest.mark.parametrize("rule", ["nearest", "kahan", "stochastic_rounding"])
+def test_a_rule_that_keeps_updates_is_not_advised_where_one_does(messages, evaluation, rule):
+    guard = make_guard(messages)
+    guard.precision = load_precision("bf16-true", update=rule)
+    guard.on_evaluation(evaluation(10, stagnant=0.75), None)
+    assert ("Type precision.update=kahan" in messages[0]) == (rule == "nearest")
+    assert "a larger optimizer.lr" in messages[0]

@@ -162,3 +162,21 @@ def test_outputs_that_look_like_probabilities_are_warned_of():
     assert "task.loss=torch.nn.BCELoss" in Binary().describe_output(logits.sigmoid())
     for others in (logits, logits[:4].sigmoid(), logits.abs().clamp(max=0.3)):
         assert Binary().describe_output(others) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [2, 10, 50_000])
+def test_a_softmax_before_the_cross_entropy_is_warned_of(dtype, classes):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(8, classes)).to(dtype)
+    probabilities = logits.softmax(1)
+    assert "leave it out" in Classification().describe_output(probabilities)
+    assert "leave it out" in Classification(output="y").describe_output({"y": probabilities})
+    one_row = probabilities.clone()
+    one_row[0] = logits[0].abs()
+    nan = torch.full_like(logits, torch.nan)
+    for others in (logits, logits.log_softmax(1), logits.sigmoid(), logits * 0, one_row, nan):
+        assert Classification().describe_output(others) == ""
+    assert Classification().describe_output((probabilities, probabilities)) == ""
+    own = Classification(loss=torch.nn.NLLLoss())
+    assert own.describe_output(probabilities) == ""
