@@ -7,6 +7,7 @@ update. Of a sharded model each process writes its shards, and the main process 
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -32,6 +33,18 @@ CopyPair = tuple[Tensor, Tensor]
 """A tensor on the host, and the tensor that is to be copied into it."""
 
 
+def _delete_drafts(folder: Path) -> None:
+    """Delete the drafts of processes that were killed while they wrote.
+
+    Drafts of shards are folders. What cannot be deleted is reported by the checkpoint that needs
+    its name.
+    """
+    for draft in folder.glob("*.partial"):
+        shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
 class AsyncCheckpointWriter:
     """Writer of one checkpoint at a time in a thread; the next one waits for it.
 
@@ -50,9 +63,7 @@ class AsyncCheckpointWriter:
         # Reused by all checkpoints: pinned memory is slow to allocate.
         self._host_buffers: dict[TensorKey, Tensor] = {}
         self._copy_complete: Event | None = None
-        # Drafts of a process that was killed while it wrote.
-        for draft in folder.glob("*.partial"):
-            draft.unlink()
+        _delete_drafts(folder)
 
     def save(
         self,
@@ -226,12 +237,7 @@ class ShardedCheckpointWriter:
     def __post_init__(self) -> None:
         if not self.strategy.rank.is_main:
             return
-        # Files of processes that were killed while they wrote.
-        for draft in self.folder.glob("*.partial"):
-            if draft.is_dir():
-                shutil.rmtree(draft)
-            else:
-                draft.unlink()
+        _delete_drafts(self.folder)
         # Shards get their final name before the .pt file is written.
         for shards in self.folder.glob(f"*{sharded_tensors.SHARDS_SUFFIX}"):
             if not shards.with_suffix(".pt").exists():

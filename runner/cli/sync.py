@@ -75,7 +75,10 @@ def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> i
     try:
         journals_of_writer = []
         for path in paths:
-            problem = _prepare(path, uri, experiment)
+            try:
+                problem = _prepare(path, uri, experiment)
+            except OSError as error:
+                problem = str(error)
             if problem:
                 print(f"{path.parent}: failed: {problem}.", flush=True)
             else:

@@ -266,15 +266,16 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     try:
         run_metadata.write_config(context.out, context.spec, context.invocation.is_trusted)
         write_json(context.out / ENVIRONMENT, environment)
+        if context.spec.mode == "train" and info.step == 0 and context.strategy.rank.is_main:
+            # Those of an earlier run in this folder: the newest would be taken for this run's.
+            rename_superseded(context.checkpoint_folder, -1)
+        tracker.open(info)
     except OSError as error:
         raise ConfigError(
-            f"{relative_path(context.out)} takes no files: {os_error_reason(error)}. Make room, or "
-            "type hydra.run.dir=<folder> (in a sweep hydra.sweep.dir=<folder>)."
+            f"{relative_path(Path(error.filename or context.out))} cannot be written: "
+            f"{os_error_reason(error)}. Make room, or type hydra.run.dir=<folder> (in a sweep "
+            "hydra.sweep.dir=<folder>)."
         ) from error
-    if context.spec.mode == "train" and info.step == 0 and context.strategy.rank.is_main:
-        # Those of an earlier run in this folder: the newest by step would be taken for this run's.
-        rename_superseded(context.checkpoint_folder, -1)
-    tracker.open(info)
     try:
         tracker.note(notes.running_note(context.invocation.command_text()) + resumed_note)
         tracker.artifact(context.out / CONFIG)

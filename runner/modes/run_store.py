@@ -7,7 +7,7 @@ store for the run.
 import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,11 +231,11 @@ def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
         if store.run_id is None:
             # Without the lock a writer is at work on the journal, which then stays where it is.
             progress = UploadState(store.path)
-            if progress.acquire_lock():
-                try:
+            # Of a journal whose state cannot be written, nothing is sent.
+            with suppress(OSError):
+                if progress.acquire_lock():
                     progress.change_store(uri, store.experiment)
-                finally:
-                    progress.release_lock()
+            progress.release_lock()
         elif not store.signed_by_user:
             raise ConfigError(
                 f"{_RESUME_KEYS['run']}: {store.path} is to be sent to {redact(store.uri)}, and "

@@ -219,7 +219,7 @@ def _save_weights(
     from safetensors import SafetensorError
     from safetensors.torch import save_file, save_model
 
-    path = prepare_output(run.out / name)
+    path = run.out / name
     facts = {"precision": run.precision.name, **more_facts}
     model = state.plain_model
     strategy = state.strategy
@@ -227,13 +227,15 @@ def _save_weights(
     if not strategy.rank.is_main:
         return ""
     try:
+        prepare_output(path)
         if gathered:
             save_file(gathered, path, facts)
         else:
             # save_file refuses tensors that share memory; save_model stores tied weights once.
             save_model(model, str(path), facts)
-    except SafetensorError as error:
-        return f"{relative_path(path)} was not written: {str(error).rpartition(': ')[2]}."
+    except (OSError, SafetensorError) as error:
+        reason = os_error_reason(error).rpartition(": ")[2]
+        return f"{relative_path(path)} was not written: {reason}."
     run.tracker.artifact(path)
     return ""
 

@@ -159,7 +159,7 @@ class NoTracker(Tracker):
     """The tracker of tracking=none: keeps the metrics in the run's folder, and nothing else.
 
     They are lines of METRICS, which runner.tracking.history reads. A disk that cannot be written
-    loses records and stops nobody.
+    any more loses records and stops nobody.
     """
 
     _file: TextIO | None = None
@@ -173,10 +173,9 @@ class NoTracker(Tracker):
         self._write(encode_json({"kind": "start", "continues": info.step > 0}) + "\n")
 
     def _open_file(self, path: Path) -> None:
-        with suppress(OSError):
-            # Line-buffered, so that a kill loses no complete line.
-            file = open_output(path, os.O_WRONLY | os.O_APPEND)
-            self._file = os.fdopen(file, "a", buffering=1)
+        # Line-buffered, so that a kill loses no complete line.
+        file = open_output(path, os.O_WRONLY | os.O_APPEND)
+        self._file = os.fdopen(file, "a", buffering=1)
 
     def _write(self, text: str) -> None:
         if self._file is not None and text:

@@ -106,10 +106,10 @@ def replaced_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     try:
         with os.fdopen(open_output(draft, os.O_WRONLY | os.O_TRUNC), mode) as file:
             yield file
+        draft.replace(path)
     except BaseException:  # a stop signal, too: the draft may be gigabytes
         draft.unlink(missing_ok=True)
         raise
-    draft.replace(path)
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -102,5 +102,27 @@ def test_a_copy_that_fails_is_reported_and_blocks_nothing(tmp_path, monkeypatch)
 
 def test_the_partial_file_of_a_killed_process_is_removed(tmp_path):
     (tmp_path / "step-00000001.partial").write_bytes(b"half")
+    # Several processes write a draft as a folder of shards.
+    (tmp_path / "step-00000002.partial").mkdir()
+    (tmp_path / "step-00000002.partial" / "shard").write_bytes(b"half")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    (tmp_path / "step-00000003.partial").symlink_to(elsewhere)
     AsyncCheckpointWriter(tmp_path, 1, print)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [elsewhere]
+    assert list(elsewhere.iterdir()) == [elsewhere / "file"]
+
+
+def test_a_folder_in_a_checkpoints_place_costs_a_warning(tmp_path):
+    said = []
+    writer = AsyncCheckpointWriter(tmp_path, 9, said.append)
+    (tmp_path / "step-00000001.pt").mkdir()
+    writer.save(content(1))
+    writer.save(content(2))
+    writer.finish()
+    assert [text.partition(":")[0] for text in said] == ["warning"]
+    assert "(Is a directory)" in said[0]
+    # The draft of the first is deleted.
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000001.pt", "step-00000002.pt"]
