@@ -206,7 +206,7 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
     try:
         check_values(content["spec"])
         problem = interpolation_problem(content["spec"])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ConfigError):
         problem = "holds what no config does"
     if problem:
         yield f"its spec {problem}"

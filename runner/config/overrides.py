@@ -7,6 +7,7 @@ from pathlib import Path
 
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
+from runner.utils.files import check_aliases
 from runner.utils.layout import CONFIG
 
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -274,13 +275,14 @@ def existing_config_dir(folder: str | Path) -> Path:
     """Return the path of a --config-dir.
 
     Raises:
-        ConfigError: it is no folder.
+        ConfigError: it is no folder, or a yaml in it stands for more than a config has.
     """
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(
             f"--config-dir={path} is no folder in {Path.cwd()}. Type the folder of your configs."
         )
+    check_aliases(path)
     return path
 
 

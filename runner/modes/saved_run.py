@@ -73,7 +73,7 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         return None
     try:
         text = read_text(path, MAX_CONFIG_BYTES)
-        check_values(yaml.safe_load(text))
+        check_values(yaml.safe_load(text), path)
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
         problem = interpolation_problem(values)
         if not isinstance(values, dict):

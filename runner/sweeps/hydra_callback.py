@@ -22,7 +22,7 @@ from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
-from runner.utils.files import check_links, write_text
+from runner.utils.files import YAML_LOADER, check_links, write_text
 from runner.utils.library_warnings import suppress_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import sanitize
@@ -31,8 +31,6 @@ _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
-_YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""PyYAML may be installed without libyaml."""
 
 
 class SweepCallback(Callback):
@@ -144,7 +142,7 @@ class SweepCallback(Callback):
         for path in [*folder.glob("*"), Path(config.hydra.sweep.dir, "multirun.yaml")]:
             # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret.
             # With every value read as text, no secret can be missed.
-            texts = yaml.load(path.read_text(), _YAML_LOADER) if path.is_file() else None
+            texts = yaml.load(path.read_text(), YAML_LOADER) if path.is_file() else None
             if redact_values(texts) != texts:
                 content = OmegaConf.to_container(OmegaConf.load(path))
                 redacted = redact_values(content)

@@ -15,6 +15,7 @@ from PIL import Image
 from pyarrow import parquet as pq
 from refusals import check_refused
 
+import runner
 from runner.checkpoint import checkpoint_file
 from runner.data.datasets.hf_dataset import hf_dataset
 from runner.data.datasets.imagefolder import decoded_image
@@ -52,7 +53,7 @@ def _in_seconds():
 
 @pytest.mark.parametrize("content", [bomb(), wide(), {"a": {"b": bomb()}}])
 def test_values_that_are_in_many_places_count_in_each(content):
-    with pytest.raises(ValueError, match="it holds more than 100000 values"):
+    with pytest.raises(ConfigError, match="it holds more than 100000 values"):
         check_values(content)
     shared = {"a": 1}
     check_values({"a": [shared, shared], "b": [[1, 2.0, None]] * 9})
@@ -60,7 +61,7 @@ def test_values_that_are_in_many_places_count_in_each(content):
 
 def test_a_config_of_aliases(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.dump({"mode": "train", "vars": bomb()}))
-    with pytest.raises(ConfigError, match=re.escape("config.yaml is damaged")):
+    with pytest.raises(ConfigError, match=re.escape("config.yaml holds more than 100000 values")):
         folder_config(tmp_path, "checkpoint")
     assert flat_config((tmp_path / "config.yaml").read_text()) == {}
     (tmp_path / "config.yaml").write_text("a: " + 2**20 * "1")
@@ -70,6 +71,39 @@ def test_a_config_of_aliases(tmp_path):
     config = folder_config(tmp_path, "checkpoint")
     assert config is not None
     assert config.values == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+NUMBERS = range(1, LEVELS)
+LISTS = (f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in NUMBERS)
+MERGED = (f"a{i}: &a{i} {{<<: *a{i - 1}, l: *a{i - 1}, r: *a{i - 1}}}\n" for i in NUMBERS)
+ALIASES = {
+    "lists": "a0: &a0 [x]\n" + "".join(LISTS),
+    "merged keys": "a0: &a0 {x: {y: 1}}\n" + "".join(MERGED),
+}
+
+
+@pytest.mark.parametrize("place", ["model/mine.yaml", "mine.yaml"])
+@pytest.mark.parametrize("kind", ALIASES)
+def test_a_folder_of_configs_with_aliases(main, tmp_path, kind, place):
+    path = tmp_path / "configs" / place
+    path.parent.mkdir(parents=True)
+    path.write_text(f"# Mine\n_target_: torch.nn.Identity\n{ALIASES[kind]}")
+    done = main("--config-dir", "configs", *QUICK, "model=mine")
+    check_refused(
+        done, f"configs/{place}, with its aliases unfolded, holds more than 100000 values"
+    )
+    with pytest.raises(ConfigError, match="with its aliases unfolded"):
+        runner.compose([], config_dir="configs")
+
+
+def test_a_folder_of_configs_with_few_aliases_or_files_that_are_not_needed(main, tmp_path):
+    (tmp_path / "configs/model").mkdir(parents=True)
+    mine = "# Mine\ndefaults: [mlp]\nhidden: &sizes [4]\nbias: true\n"
+    (tmp_path / "configs/model/mine.yaml").write_text(mine)
+    for name, text in (("few", "a: &a {x: 1}\nb: {<<: *a}"), ("broken", "a: &a ]\nb: *c")):
+        (tmp_path / f"configs/{name}.yaml").write_text(text)
+    (tmp_path / "configs/binary.yaml").write_bytes(b"\xff & *")
+    assert main("--config-dir", "configs", *QUICK).rc == 0
 
 
 def test_a_model_s_config_of_aliases(tmp_path):

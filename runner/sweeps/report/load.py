@@ -29,6 +29,7 @@ from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking import history
 from runner.tracking.history import Curve
+from runner.utils.errors import ConfigError
 from runner.utils.files import MAX_CONFIG_BYTES, check_values, read_text, write_json
 from runner.utils.formatting import format_percent, shorten_override
 from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT, ROUTERS
@@ -510,11 +511,9 @@ def stored_settings(reader: "Reader", run: "StoredRun") -> JobSettings:
 def flat_config(text: str) -> dict[str, str]:
     """Return the values of a config by dotted key."""
     content = None
-    with suppress(yaml.YAMLError, RecursionError, ValueError):
+    with suppress(yaml.YAMLError, RecursionError, ConfigError):
         # Every value as it is written: "1e-3" is no number for YAML, and None has no name there.
-        loaded = yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader)
-        check_values(loaded)
-        content = loaded
+        content = check_values(yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader))
     if not isinstance(content, dict):
         return {}
     return {key: _value_text(value) for key, value in leaves(content)}
