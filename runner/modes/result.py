@@ -266,7 +266,8 @@ class RunResult:
         if Path(self.folder).is_dir():
             return history.to_frame(history.from_folder(Path(self.folder)))
         if self.run_id is None or self.tracking_uri is None:
-            raise ConfigError(f"{self.folder} is no folder here, and the run in no MLflow store.")
+            problem = f"{self.folder} is no folder here, and the run in no store that is named here"
+            raise ConfigError(f"{problem}. Type runner.load(<its MLflow id>, uri=<its store>).")
         from runner.tracking.reader import Reader  # imports mlflow
 
         return history.to_frame(Reader(self.tracking_uri).history(self.run_id))
@@ -492,7 +493,8 @@ def page_lines(result: RunResult, what: str = "run", artifact: str = "") -> list
         what: the word for the run.
         artifact: of the run, which the page opens; empty for its overview.
     """
-    uri = result.tracking_uri or ""
+    # runner.load keeps no store that this command does not name.
+    uri = result.tracking_uri or "<its store>"
     # A store without a server has its pages at the address where `runner ui` serves them.
     server = uri.rstrip("/") if uri.startswith("http") else UI_ADDRESS
     lines = []

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -231,6 +232,18 @@ def test_a_sweep_that_was_moved_is_read_where_it_lies():
     moved = runner.load("after")
     assert [len(result.history()) for result in moved.runs] == [4, 4]
     assert moved.runs[0].folder == "after/0"
+
+
+def test_a_job_without_its_folder_names_its_store_only_where_the_command_does():
+    sweep = runner.sweep([*FEW, "seed=0,1"], model=Net(), data=DATA, out="partly")
+    path = sweep.folder / "0" / "result.json"
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps({**text, "run_id": "r1", "tracking_uri": "http://127.0.0.1:9"}))
+    job = runner.load("partly").runs[0]
+    assert "runner ui &#x27;tracking.uri=&lt;its store&gt;" in job._repr_html_()
+    shutil.rmtree("partly/0")
+    with pytest.raises(ConfigError, match=r"Type runner.load\(<its MLflow id>, uri=<its store>"):
+        job.history()
 
 
 def test_a_run_that_was_stopped_says_how_it_is_resumed():

@@ -126,6 +126,9 @@ def test_the_pages_of_a_run_are_on_lines_of_their_own_in_every_width(width, tmp_
         "parent run r1; to see it: python -m runner ui tracking.uri=sqlite:////x.db "
         "tracking.experiment=night",
     )
+    # As runner.load returns the jobs of a sweep whose store this command does not name.
+    unnamed = "run r1; to see it: python -m runner ui 'tracking.uri=<its store>'"
+    assert page_lines(run)[0] == ("MLflow", unnamed)
     assert f"page: http://127.0.0.1:5000{page}" not in printed(DONE, width)
     assert page_lines(DONE) == []
 
