@@ -37,15 +37,17 @@ from bench.training import CPU
 from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.run_output import RunOutput
 from runner.tracking.tracker import RunInfo
 from runner.tracking.writer.store import MAX_POINTS, Store
 from runner.tracking.writer_process import shared_writer
-from runner.training.callbacks.callback import CallbackOutput, RunHandle
+from runner.training.callbacks.callback import RunHandle
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.records import StepRecord
 from runner.training.state import TrainState
 from runner.training.tasks.regression import Regression
 from runner.utils.accelerator import Accelerator
+from runner.utils.console import plain_console
 from runner.utils.layout import HISTORY
 
 BLOCK = 20
@@ -142,7 +144,7 @@ def open_run(uri: str, folder: Path) -> tuple[MlflowTracker, Callable[[Block], N
     precision = load_precision("32-true")
     state = TrainState(nn.Linear(2, 2), precision, Regression(), precision.scale(CPU), [], CPU)
     logger = MetricLogger(tracker, state, Accelerator(CPU))
-    handle = RunHandle("", state, CallbackOutput(folder, tracker))
+    handle = RunHandle("", state, RunOutput(folder, plain_console(), tracker))
     return tracker, lambda records: logger.on_steps(records, handle)
 
 

@@ -34,7 +34,6 @@ from runner.integrations.training_source import (
     substitution_text,
 )
 from runner.modes import notes, run_metadata
-from runner.modes.context import RunOutput
 from runner.modes.result import RunResult, Status, print_result
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
 from runner.precision.conversion_report import ConversionReport
@@ -42,9 +41,10 @@ from runner.sweeps.manifest import Manifest
 from runner.tracking import history
 from runner.tracking.journal import has_live_owner, latest_journal
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.run_output import RunOutput
 from runner.tracking.tracker import RunInfo, Tracker
 from runner.tracking.tracker import Status as StoreStatus
-from runner.training.callbacks.callback import CallbackOutput, RunCallback, RunHandle
+from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.callbacks.metric_logger import MetricLogger
 from runner.training.callbacks.summary import RunSummary
 from runner.training.records import EvalRecord
@@ -253,10 +253,10 @@ class OpenRun:
         run = self.output
         logger = MetricLogger(run.tracker, state, self.source.accelerator)
         callbacks: list[RunCallback] = [self.summary, logger]
-        output = CallbackOutput(run.out, run.tracker, self.label, run.save_artifact, run.say)
-        if self.settings.numerics_every is not None:
-            callbacks.append(NumericsCallback(state, self.settings.numerics_every, output))
-        handle = RunHandle("", state, output)
+        every = self.settings.numerics_every
+        if every is not None:
+            callbacks.append(NumericsCallback(state, every, run, self.label))
+        handle = RunHandle("", state, run)
         self.records = StepRecords(state, callbacks, handle, self.settings.log_every)
         self._open()
 

@@ -1,14 +1,10 @@
 """The parts that every function of a run needs, and the folders of its processes."""
 
-import traceback
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
@@ -17,66 +13,13 @@ from runner.distributed.torchrun import ProcessRank
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.conversion_report import ConversionReport
-from runner.tracking.tracker import Tracker
+from runner.tracking.run_output import RunOutput
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
-from runner.utils.files import os_error_reason, prepare_output, write_json, write_text
-from runner.utils.formatting import relative_path
 from runner.utils.reproducibility import make_deterministic, seed_all
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import StopSignals
-
-
-@dataclass(frozen=True)
-class RunOutput:
-    """What a run writes to.
-
-    Attributes:
-        out: the folder of this process; that of the first process is the run's.
-        console: where progress and the summary are printed.
-        tracker: records metrics, tags and artifacts.
-    """
-
-    out: Path
-    console: Console
-    tracker: Tracker
-
-    def say(self, message: str) -> None:
-        """Print a line to the run's console."""
-        self.console.print(message, markup=False, soft_wrap=True)
-
-    def write_file(self, path: Path, write: Callable[[Path], object]) -> bool:
-        """Write a file of the run's folder; return whether it was written.
-
-        A file that cannot be written is reported on the console and does not end the run.
-        """
-        try:
-            write(prepare_output(path))
-        except OSError as error:
-            # What was written until then would be taken for the whole file.
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-            self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
-            return False
-        return True
-
-    def save_artifact(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
-        """Write a file and upload it as an artifact; return whether it was written.
-
-        Args:
-            path: of the file, in the run's folder.
-            write: writes the file at a path.
-            folder: of the artifact in the store.
-        """
-        written = self.write_file(path, write)
-        if written:
-            self.tracker.artifact(path, folder)
-        return written
-
-    def save_json(self, name: str, content: object) -> None:
-        """Write a JSON file into the run's folder and upload it as an artifact."""
-        self.save_artifact(self.out / name, lambda path: write_json(path, content))
 
 
 @dataclass(frozen=True)
@@ -145,19 +88,6 @@ class RunContext(RunOutput):
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
         self.signals.record_remote_signal(number)
         return number > 0
-
-    def save_traceback(self) -> str:
-        """Write the traceback of the error being handled to error.txt.
-
-        Returns:
-            A sentence that names the file; empty where it could not be written.
-        """
-        # An error's message may hold a URI with its credentials.
-        text = redact(traceback.format_exc())
-        path = self.out / "error.txt"
-        if not self.write_file(path, lambda path: write_text(path, text)):
-            return ""
-        return f"The traceback is in {relative_path(path)}."
 
 
 class RunOutcome(NamedTuple):

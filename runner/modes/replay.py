@@ -42,7 +42,6 @@ from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
 from runner.precision.contract import Precision
 from runner.training import state_dict
-from runner.training.callbacks.callback import CallbackOutput
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation import evaluate_sets
 from runner.training.evaluation_hook import EvaluationHook
@@ -485,8 +484,7 @@ def _evaluate(state: TrainState, validation: Mapping[str, BatchLoader]) -> None:
     # An evaluation's data may draw random numbers, and a schedule may follow its quality.
     with TemporaryDirectory() as folder:
         if state.task.additions.hook is not None:
-            output = CallbackOutput(Path(folder))
-            state.set_evaluation_hook(EvaluationHook(state, output))
+            state.set_evaluation_hook(EvaluationHook(state, Path(folder)))
         metrics = evaluate_sets("val", state, validation)
     if metrics is not None:
         state.record_evaluation(metrics)

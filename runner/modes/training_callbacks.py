@@ -22,7 +22,6 @@ from runner.modes.context import RunContext
 from runner.modes.result import TIME_LIMIT
 from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
-from runner.modes.training_outputs import callback_output
 from runner.training import state_dict
 from runner.training.callbacks.callback import RunCallback, RunHandle, TrainingEnd, dispatch
 from runner.training.callbacks.checkpointing import Checkpointing
@@ -85,8 +84,7 @@ class TrainingCallbacks:
         self.planned_steps = total_steps(spec.train, loader)
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
-        output = callback_output(run)
-        self.handle = RunHandle("", state, output)
+        self.handle = RunHandle("", state, run)
         self.progress = progress(run.console, self.planned_steps, run.label)
         self.callbacks: list[RunCallback] = [
             self.summary,
@@ -96,7 +94,7 @@ class TrainingCallbacks:
         ]
         self.numerics = None
         if spec.numerics.every and run.strategy.rank.is_main:
-            self.numerics = NumericsCallback(state, spec.numerics.every, output)
+            self.numerics = NumericsCallback(state, spec.numerics.every, run, run.label)
             self.callbacks.append(self.numerics)
         if spec.train.early_stop:
             patience = spec.train.early_stop
@@ -108,7 +106,7 @@ class TrainingCallbacks:
             if run.strategy.rank.world_size > 1:
                 names = ", ".join(spec.callbacks)
                 run.say(f"callbacks: {names} (called in the main process only)")
-            self.user = UserCallbacks(user_callbacks, state, output)
+            self.user = UserCallbacks(user_callbacks, state, run)
             self.callbacks.append(self.user)
         # Checkpoints come last: what the guard refuses is not saved.
         every = spec.checkpoint.every_steps

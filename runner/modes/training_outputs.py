@@ -23,9 +23,9 @@ from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
-from runner.modes.context import RunContext, RunOutput
+from runner.modes.context import RunContext
 from runner.precision.conversion_report import ConversionReport
-from runner.training.callbacks.callback import CallbackOutput
+from runner.tracking.run_output import RunOutput
 from runner.training.callbacks.summary import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook
@@ -98,16 +98,9 @@ def set_evaluation_hook(
     """
     if run.task.additions.hook is None:
         return None
-    hook = EvaluationHook(state, callback_output(run), step)
+    hook = EvaluationHook(state, run.out, run.tracker, run.save_traceback, step)
     state.set_evaluation_hook(hook)
     return hook
-
-
-def callback_output(run: RunContext) -> CallbackOutput:
-    """Return where the metrics, files and messages of a run's callbacks and hook go."""
-    return CallbackOutput(
-        run.out, run.tracker, run.label, run.save_artifact, run.say, run.save_traceback
-    )
 
 
 def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:

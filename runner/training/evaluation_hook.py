@@ -1,13 +1,14 @@
 """The hook of task.after_evaluation: the user's function, called after each evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from time import perf_counter
 from typing import Any
 
-from runner.training.callbacks.callback import METRIC_NAME, CallbackOutput, as_number
+from runner.tracking.tracker import Tracker
+from runner.training.callbacks.callback import METRIC_NAME, as_number
 from runner.training.callbacks.user_callbacks import UserCode
 from runner.training.state import TrainState
 from runner.utils.errors import HookError
@@ -39,19 +40,29 @@ class EvaluationHook:
 
     Args:
         state: its task has the hook, and its model is passed.
-        output: where files go.
+        folder: of its files.
+        tracker: uploads the files; None where they stay in the folder.
+        save_traceback: see UserCode.
         step: that the weights are of; None for the state's own.
 
     Attributes:
         seconds: that the calls have taken.
     """
 
-    def __init__(self, state: TrainState, output: CallbackOutput, step: int | None = None) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        folder: Path,
+        tracker: Tracker | None = None,
+        save_traceback: Callable[[], str] = lambda: "",
+        step: int | None = None,
+    ) -> None:
         self.state = state
-        self.output = output
+        self.folder = folder
+        self.tracker = tracker
         self.seconds = 0.0
         self._fixed_step = step
-        self._code = UserCode(state, output)
+        self._code = UserCode(state.device, save_traceback)
 
     @property
     def step(self) -> int:
@@ -60,8 +71,8 @@ class EvaluationHook:
 
     def on_trial(self, folder: Path) -> "EvaluationHook":
         """Return a hook that is called the same way, and whose files stay in another folder."""
-        output = CallbackOutput(folder, save_traceback=self.output.save_traceback)
-        return EvaluationHook(self.state, output, self._fixed_step)
+        save_traceback = self._code.save_traceback
+        return EvaluationHook(self.state, folder, None, save_traceback, self._fixed_step)
 
     def __call__(
         self, label: str, metrics: Mapping[str, float], batch: tuple[Any, Any]
@@ -109,7 +120,7 @@ class EvaluationHook:
         # The files of an only set are in the folder of the step.
         name = label.removeprefix("val").lstrip("/")
         path = PurePosixPath(SAMPLES, f"step-{self.step:08d}", name)
-        folder = self.output.folder / path
+        folder = self.folder / path
         folder.mkdir(parents=True, exist_ok=True)
         named = {key.replace("val", label, 1): value for key, value in metrics.items()}
         info = EvaluationInfo(self.step, label, named, (precision.cast(inputs), target), folder)
@@ -122,8 +133,8 @@ class EvaluationHook:
             with suppress(OSError):  # raised for a folder that holds files
                 folder.rmdir()
         # The files of other processes than the main one stay.
-        if folder.exists() and state.strategy.rank.is_main:
-            self.output.tracker.artifact(folder, str(path))
+        if self.tracker and folder.exists() and state.strategy.rank.is_main:
+            self.tracker.artifact(folder, str(path))
         return _checked_numbers(title, returned, metrics)
 
 

@@ -9,7 +9,8 @@ from runner.config.schema import RunSpec
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import Numerics, NumericsSnapshot, read
 from runner.distributed.strategy import Strategy
-from runner.training.callbacks.callback import CallbackOutput, RunCallback
+from runner.tracking.run_output import RunOutput
+from runner.training.callbacks.callback import RunCallback
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms, relative_path
@@ -38,15 +39,17 @@ class NumericsCallback(RunCallback):
     Args:
         state: of the training.
         every: optimizer steps between two measurements.
-        output: the files and metrics to write.
+        output: the run's folder, tracker and console.
+        label: of the run, the title of the report.
     """
 
     key = "numerics"
 
-    def __init__(self, state: TrainState, every: int, output: CallbackOutput) -> None:
+    def __init__(self, state: TrainState, every: int, output: RunOutput, label: str) -> None:
         self.state = state
         self.every = every
         self.output = output
+        self.label = label
         self.snapshots: list[NumericsSnapshot] = []
         self._probe = Probe(state, self._record)
 
@@ -88,7 +91,7 @@ class NumericsCallback(RunCallback):
         """On resume, read the snapshots up to the checkpoint's step from the run's folder."""
         # Later ones are measured again, of the steps that are trained again.
         with suppress(ConfigError):  # the file is missing or damaged: the report begins here
-            earlier = read(self.output.folder).probes
+            earlier = read(self.output.out).probes
             self.snapshots = [snap for snap in earlier if snap.step <= self.state.step]
 
     def close(self) -> None:
@@ -105,10 +108,10 @@ class NumericsCallback(RunCallback):
 
         numerics = self.numerics
         output = self.output
-        page = output.folder / "numerics.html"
-        output.save_artifact(output.folder / NUMERICS, numerics.write)
+        page = output.out / "numerics.html"
+        output.save_artifact(output.out / NUMERICS, numerics.write)
         output.save_artifact(
-            output.folder / "numerics.png", lambda path: draw_heat_maps(numerics, path)
+            output.out / "numerics.png", lambda path: draw_heat_maps(numerics, path)
         )
-        output.save_artifact(page, lambda path: write_page(numerics, output.label, path))
+        output.save_artifact(page, lambda path: write_page(numerics, self.label, path))
         output.say(f"numerics: see {relative_path(page)}\n{numerics_summary(numerics)}")

@@ -6,7 +6,6 @@ the config group `callbacks`. How the user's are built and called is in user_cal
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from runner.tracking.metric_names import METRICS
-from runner.tracking.tracker import NoTracker, Tracker
+from runner.tracking.run_output import RunOutput
 from runner.training.records import EvalRecord, Record, StepRecord
 from runner.training.state import TrainState
 from runner.utils.files import write_text
@@ -108,36 +107,13 @@ def dispatch(callbacks: Sequence[RunCallback], record: Record, run: "RunHandle")
             callback.on_steps(record, run)
 
 
-@dataclass(frozen=True)
-class CallbackOutput:
-    """Where metrics, files and messages of callbacks and of task.after_evaluation go.
-
-    Attributes:
-        folder: the run's folder of this process.
-        tracker: records metrics, tags and artifacts.
-        label: of the run, for titles.
-        save_artifact: writes a file of the run's folder, given its path and a function that writes
-            it, and uploads it to a folder of the artifacts; returns whether it was written.
-        say: prints a line.
-        save_traceback: writes the traceback of the error being handled, and returns a sentence
-            that names the file.
-    """
-
-    folder: Path
-    tracker: Tracker = field(default_factory=NoTracker)
-    label: str = ""
-    save_artifact: Callable[..., bool] = lambda path, write, folder="": False
-    say: Callable[[str], None] = lambda line: None
-    save_traceback: Callable[[], str] = lambda: ""
-
-
 class RunHandle:
     """What a callback may do in a run: log metrics, save files, read the model, ask to stop.
 
     Args:
         name: of the callback in the config; empty for the runner's own callbacks.
         state: of the training.
-        output: where metrics and files go.
+        output: the run's folder and tracker.
 
     Attributes:
         name: of the callback.
@@ -147,10 +123,10 @@ class RunHandle:
         stop_reason: why the callback asked the run to stop; empty where it did not.
     """
 
-    def __init__(self, name: str, state: TrainState, output: CallbackOutput) -> None:
+    def __init__(self, name: str, state: TrainState, output: RunOutput) -> None:
         self.name = name
         self.precision = state.precision.name
-        self.folder = output.folder / CALLBACK_FILES / name
+        self.folder = output.out / CALLBACK_FILES / name
         self.step = state.step
         self.stop_reason = ""
         self._state = state

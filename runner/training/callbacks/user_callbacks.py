@@ -15,9 +15,9 @@ from torch import Tensor
 from runner.config.annotations import typed_value
 from runner.config.instantiation import locate
 from runner.config.targets import build_group
+from runner.tracking.run_output import RunOutput
 from runner.training.callbacks.callback import (
     RESERVED_PREFIXES,
-    CallbackOutput,
     RunCallback,
     RunHandle,
     TrainingEnd,
@@ -113,16 +113,17 @@ class UserCode:
     """Calls functions of the user's, whose failures end the run in all processes together.
 
     Args:
-        state: of the training.
-        output: where tracebacks go.
+        device: of the training, whose random generators the functions must not change.
+        save_traceback: writes the traceback of the error being handled, and returns a sentence
+            that names the file.
 
     Attributes:
         problem: the first failure, a sentence; empty where there was none.
     """
 
-    def __init__(self, state: TrainState, output: CallbackOutput) -> None:
-        self.state = state
-        self.output = output
+    def __init__(self, device: torch.device, save_traceback: Callable[[], str]) -> None:
+        self.device = device
+        self.save_traceback = save_traceback
         self.problem = ""
 
     def call(self, title: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -134,7 +135,7 @@ class UserCode:
             args: passed to it.
         """
         # The training draws the numbers that it would draw without the call.
-        random_state = rng_state(self.state.device)
+        random_state = rng_state(self.device)
         try:
             return function(*args)
         except Stopped:
@@ -143,10 +144,10 @@ class UserCode:
             self.problem = self.problem or str(error)
         except Exception as error:  # of whatever type the user's code raises
             if not self.problem:
-                traceback = f" {self.output.save_traceback()}".rstrip()
+                traceback = f" {self.save_traceback()}".rstrip()
                 self.problem = f"{title} fails: {_describe_error(error)}{traceback}"
         finally:
-            set_rng_state(random_state, self.state.device)
+            set_rng_state(random_state, self.device)
         return None
 
 
@@ -177,12 +178,12 @@ class UserCallbacks(RunCallback):
     key = "own_callbacks"
 
     def __init__(
-        self, callbacks: Mapping[str, RunCallback], state: TrainState, output: CallbackOutput
+        self, callbacks: Mapping[str, RunCallback], state: TrainState, output: RunOutput
     ) -> None:
         self.callbacks = callbacks
         self.state = state
         self.output = output
-        self._code = UserCode(state, output)
+        self._code = UserCode(state.device, output.save_traceback)
         self._handles = {name: RunHandle(name, state, output) for name in callbacks}
         self._agreed_reason = ""
 

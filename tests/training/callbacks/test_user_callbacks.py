@@ -3,8 +3,11 @@ from types import SimpleNamespace
 from states import CPU
 from torch import nn
 
+from runner.tracking.run_output import RunOutput
+from runner.tracking.tracker import NoTracker
 from runner.training.callbacks.callback import RunCallback
 from runner.training.callbacks.user_callbacks import UserCallbacks
+from runner.utils.console import plain_console
 
 
 class Watched(nn.Identity):
@@ -26,7 +29,8 @@ def test_the_modules_are_noted_only_for_a_hook_that_reads_the_model(step, tmp_pa
     strategy = SimpleNamespace(shards=False)
     state = SimpleNamespace(precision=SimpleNamespace(name="32-true"), step=2, device=CPU)
     state.plain_model, state.strategy = model, strategy
-    callbacks = UserCallbacks({"mine": Reads()}, state, SimpleNamespace(folder=tmp_path))
+    output = RunOutput(tmp_path, plain_console(), NoTracker())
+    callbacks = UserCallbacks({"mine": Reads()}, state, output)
     passes = []
     for number in (1, 2):
         callbacks.on_steps([step(number)], None)
