@@ -12,12 +12,12 @@ from runner.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.config.targets import build_group
 from runner.diagnostics.memory import forecast as forecasts
 from runner.diagnostics.memory.forecast import (
+    build_rehearsal,
     failed_step_forecast,
     find_experts,
     largest_fitting_batch,
     peak_forecast,
 )
-from runner.diagnostics.memory.rehearsal import build_rehearsal
 from runner.precision.layers.experts import Experts
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model import build_model
@@ -30,7 +30,7 @@ TEXT = "model=gpt data=text model.layers=1"
 MLP = "model=mlp model.hidden=[2048]"
 
 
-NO_FAKES = "runner.diagnostics.memory.rehearsal._replace_by_fakes"
+NO_FAKES = "runner.diagnostics.memory.forecast._replace_by_fakes"
 """Where this function cannot be called, steps on fake tensors fail."""
 
 
