@@ -34,7 +34,6 @@ from runner.config.targets import build_group
 from runner.config.trusted_targets import SavedConfig, interpolation_problem
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
-from runner.diagnostics.divergence.divergence_page import write_page
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
@@ -42,6 +41,7 @@ from runner.diagnostics.divergence.divergence_report import (
     metrics,
     unexplained,
     write_json_report,
+    write_page,
 )
 from runner.diagnostics.divergence.dump import (
     Dump,

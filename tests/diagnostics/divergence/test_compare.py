@@ -21,8 +21,11 @@ from compared_models import (
 from torch import nn
 
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
-from runner.diagnostics.divergence.divergence_page import write_page
-from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
+from runner.diagnostics.divergence.divergence_report import (
+    DivergenceReport,
+    StepComparison,
+    write_page,
+)
 from runner.diagnostics.divergence.findings import KNOWN_SUM, first_divergence
 from runner.training.tasks.classification import Classification
 

@@ -8,13 +8,13 @@ import torch
 from compared_models import compare, wrong_gradient
 from torch import nn
 
-from runner.diagnostics.divergence.divergence_page import write_page
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
     StepComparison,
     metrics,
     uncompared,
     write_json_report,
+    write_page,
 )
 from runner.diagnostics.divergence.findings import first_divergence
 from runner.training.tasks.classification import Classification
