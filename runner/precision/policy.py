@@ -27,9 +27,8 @@ from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.conversion_proof import ForwardWatch, converted_layers, expert_layouts
 from runner.precision.conversion_report import ConversionReport
-from runner.precision.loss_scale import describe_hooks, gradient_hooks
+from runner.precision.loss_scale import ScaledGradients, describe_hooks, gradient_hooks
 from runner.precision.registry import precision_config
-from runner.precision.scaled_gradients import ScaledGradients
 from runner.precision.wide_step import attach_update, check_state_dtype
 from runner.utils.accelerator import KINDS, choose_accelerator
 from runner.utils.errors import ConfigError, PolicyError, Unavailable
