@@ -20,8 +20,7 @@ from runner.config.resolve import resolve_spec, to_dict
 from runner.config.schema import AUTO, RunSpec
 from runner.config.targets import GROUP_KEYS
 from runner.modes.result import RunResult
-from runner.modes.run_store import with_run_store
-from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides
+from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides, with_run_store
 from runner.utils.errors import ConfigError
 from runner.utils.folder_lock import is_locked
 from runner.utils.layout import MANIFEST

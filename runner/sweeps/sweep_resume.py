@@ -14,7 +14,7 @@ from runner.config.overrides import as_typed, override_key, quote_value, rewrite
 from runner.config.schema import ADVISE_MODES
 from runner.config.signature import describe_key_location
 from runner.modes.result import RunResult, read_results
-from runner.modes.run_store import resumed_sweep_store
+from runner.modes.saved_run import resumed_sweep_store
 from runner.sweeps.manifest import Manifest
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
