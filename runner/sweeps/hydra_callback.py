@@ -168,7 +168,7 @@ def _prepare(config: DictConfig) -> None:
     if (sweeper == ADVISE) != (config.mode in ADVISE_MODES):
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
-        from runner.sweeps.advisor.sweeper import prepare_sweeper
+        from runner.sweeps.advisor.schedule import prepare_sweeper
 
         prepare_sweeper(config)
     if sweeper.startswith(_OPTUNA):
