@@ -1,8 +1,8 @@
 """Choose the run and the checkpoint that checkpoint.resume continues.
 
 The step at which training continues is that of the newest undamaged checkpoint in the run's folder
-(checkpoint/locate.py); training/state_dict.py restores it. The settings are merged by saved_run.py,
-and the store is found by run_store.py.
+(checkpoint/locate.py); training/state_dict.py restores it. The settings are merged, and
+the store is found, by saved_run.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ _MAX_SKIPPED_RUNS = 3
 _KEYS_OF_THE_COMMAND = ("tracking", "mode", "strategy")
 """Top-level keys that are this command's and not the checkpoint's.
 
-run_store.py chooses the store, and a run may be resumed with another number of processes.
+saved_run.py chooses the store, and a run may be resumed with another number of processes.
 """
 
 

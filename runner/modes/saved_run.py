@@ -1,7 +1,9 @@
-"""Read the settings of a saved run, judge what they name, and merge them with what is typed now.
+"""Read the settings of a saved run, merge them with what is typed now, and find the run's store.
 
 A checkpoint holds the settings of its run, and a run's folder holds config.yaml. Anybody may have
 written these files, so code that they name is called only as config/trusted_targets.py allows.
+The run's journal names the store; whether the journal is believed is decided before anything is
+trained, and the store is asked for the run.
 """
 
 import os

@@ -4,6 +4,9 @@ Measure the baseline's step time, run every precision for several seeds, then di
 fail and search for remedies. At last forecast the memory of the others. mode=gate takes the
 measurement alone, and rounds of its own: seed after seed, until its precision is accepted or
 rejected.
+
+AdviseSweeper is what Hydra calls. Hydra's launcher runs the jobs, so that processes, signals,
+resuming and the report are those of any sweep.
 """
 
 import math
