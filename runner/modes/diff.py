@@ -43,17 +43,17 @@ from runner.diagnostics.divergence.divergence_report import (
     write_json_report,
     write_page,
 )
-from runner.diagnostics.divergence.dump import (
+from runner.diagnostics.divergence.reference import (
     Dump,
     batch_digest,
     dump_path,
     dump_precision,
+    generator_states,
     is_dump,
     read_dump,
     weights_digest,
     write_dump,
 )
-from runner.diagnostics.divergence.reference import generator_states
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.diagnostics.divergence.tensor_error import log_probability_error
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
