@@ -50,8 +50,7 @@ from runner.training.callbacks.summary import RunSummary
 from runner.training.records import EvalRecord
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.files import check_links, os_error_reason, write_table, write_text
-from runner.utils.folder_lock import folder_lock
+from runner.utils.files import check_links, folder_lock, os_error_reason, write_table, write_text
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import CONFIG, ENVIRONMENT, MANIFEST, RESULT
 from runner.utils.markup import markdown_code

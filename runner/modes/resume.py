@@ -22,7 +22,7 @@ from runner.config.targets import GROUP_KEYS
 from runner.modes.result import RunResult
 from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides, with_run_store
 from runner.utils.errors import ConfigError
-from runner.utils.folder_lock import is_locked
+from runner.utils.files import is_locked
 from runner.utils.layout import MANIFEST
 
 _MAX_SKIPPED_RUNS = 3

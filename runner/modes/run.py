@@ -40,8 +40,7 @@ from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
-from runner.utils.files import check_links, os_error_reason, unreadable, write_json
-from runner.utils.folder_lock import folder_lock
+from runner.utils.files import check_links, folder_lock, os_error_reason, unreadable, write_json
 from runner.utils.formatting import relative_path
 from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
 from runner.utils.reproducibility import process_state

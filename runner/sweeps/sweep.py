@@ -46,8 +46,7 @@ from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console, without_numbers
 from runner.utils.errors import RunnerError
-from runner.utils.files import check_links
-from runner.utils.folder_lock import folder_lock
+from runner.utils.files import check_links, folder_lock
 from runner.utils.formatting import grouped, now_ms, relative_path
 from runner.utils.layout import RESULT, VERDICT
 from runner.utils.markup import markdown_code

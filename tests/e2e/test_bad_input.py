@@ -8,7 +8,7 @@ from refusals import check_refused, message_table
 from tiers import crossed
 
 from runner.cli import main as command_line
-from runner.utils.folder_lock import folder_lock
+from runner.utils.files import folder_lock
 from runner.utils.layout import MANIFEST
 
 MISTAKES = message_table("""

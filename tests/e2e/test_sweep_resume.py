@@ -13,7 +13,7 @@ import torch
 from waiting import SECONDS, wait_for
 
 from runner.sweeps.manifest import Manifest
-from runner.utils.folder_lock import folder_lock
+from runner.utils.files import folder_lock
 
 GATE = '''
 import time
