@@ -42,7 +42,7 @@ from runner.tracking.tracker import RunInfo
 from runner.tracking.writer.store import MAX_POINTS, Store
 from runner.tracking.writer_process import shared_writer
 from runner.training.callbacks.callback import RunHandle
-from runner.training.callbacks.metric_logger import MetricLogger
+from runner.training.callbacks.runner_callbacks import MetricLogger
 from runner.training.records import StepRecord
 from runner.training.state import TrainState
 from runner.training.tasks.regression import Regression

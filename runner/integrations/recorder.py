@@ -45,8 +45,7 @@ from runner.tracking.run_output import RunOutput
 from runner.tracking.tracker import RunInfo, Tracker
 from runner.tracking.tracker import Status as StoreStatus
 from runner.training.callbacks.callback import RunCallback, RunHandle
-from runner.training.callbacks.metric_logger import MetricLogger
-from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.runner_callbacks import MetricLogger, RunSummary
 from runner.training.records import EvalRecord
 from runner.utils.console import plain_console
 from runner.utils.errors import ConfigError, TrackingError

@@ -21,7 +21,7 @@ from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.precision.gradients import finish_gradients, grad_norms, gradients_of
 from runner.tracking.history import Curve
 from runner.training.callbacks.callback import RunCallback, RunHandle, dispatch
-from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import DeviceStepRecord, EvalRecord, Record
 from runner.training.state import TrainState

@@ -24,12 +24,14 @@ from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
 from runner.training.callbacks.callback import RunCallback, RunHandle, TrainingEnd, dispatch
-from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.guard import EarlyStopping, Guard
-from runner.training.callbacks.metric_logger import MetricLogger
-from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import progress
-from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.runner_callbacks import (
+    Checkpointing,
+    MetricLogger,
+    Profiler,
+    RunSummary,
+)
 from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.loop import is_evaluation_step, total_steps
 from runner.training.records import EvalRecord, Record, StepRecord

@@ -26,7 +26,7 @@ from runner.diagnostics.matrix_work import computation
 from runner.modes.context import RunContext
 from runner.precision.conversion_report import ConversionReport
 from runner.tracking.run_output import RunOutput
-from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model_call import call_model, taken_inputs

@@ -88,7 +88,7 @@ def test_the_machines_load_is_sampled(shown):
 
 
 def test_the_bars_of_the_dashboard_are_the_reports_speed_and_memory(record, monkeypatch):
-    monkeypatch.setattr("runner.training.callbacks.summary.MIN_TIMED_MS", 0.0)
+    monkeypatch.setattr("runner.training.callbacks.runner_callbacks.MIN_TIMED_MS", 0.0)
     folder, run, *_ = record("model=mlp", "train.max_steps=12", "train.log_every=3")
     result = RunResult.read(folder)
     assert result.examples_per_second > 0

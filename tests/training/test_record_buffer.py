@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from runner.tracking.metric_names import METRICS
 from runner.tracking.tracker import NoTracker
 from runner.training import step_metrics
-from runner.training.callbacks.metric_logger import MetricLogger
+from runner.training.callbacks.runner_callbacks import MetricLogger
 from runner.training.record_buffer import HostTransfer, RecordBuffer
 from runner.training.state import ScheduledOptimizer
 from runner.training.step import loss_of, train_step

@@ -43,7 +43,7 @@ from runner.sweeps.verdict.compare import (
     sweep_letter,
 )
 from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Verdict
-from runner.training.callbacks.summary import MIN_TIMED_MS
+from runner.training.callbacks.runner_callbacks import MIN_TIMED_MS
 from runner.utils.formatting import format_duration, format_number, format_percent, grouped
 from runner.utils.terminal import quote_command
 

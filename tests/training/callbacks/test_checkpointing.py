@@ -1,6 +1,6 @@
 import pytest
 
-from runner.training.callbacks.checkpointing import Checkpointing
+from runner.training.callbacks.runner_callbacks import Checkpointing
 from runner.training.records import EvalRecord
 
 

@@ -6,7 +6,7 @@ import torch
 from runner.precision import registry
 from runner.tracking.tracker import NoTracker
 from runner.training.callbacks.callback import dispatch
-from runner.training.callbacks.metric_logger import MetricLogger
+from runner.training.callbacks.runner_callbacks import MetricLogger
 from runner.utils.accelerator import Accelerator
 
 

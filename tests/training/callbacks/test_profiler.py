@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from runner.training.callbacks.profiler import Profiler
+from runner.training.callbacks.runner_callbacks import Profiler
 
 
 def call(path, write):

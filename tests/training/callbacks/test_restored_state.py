@@ -8,12 +8,14 @@ import torch
 from runner.checkpoint import checkpoint_file, locate
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
 from runner.modes.training_callbacks import TrainingCallbacks
-from runner.training.callbacks.checkpointing import Checkpointing
 from runner.training.callbacks.guard import EarlyStopping, Guard
-from runner.training.callbacks.metric_logger import MetricLogger
-from runner.training.callbacks.profiler import Profiler
 from runner.training.callbacks.progress import NotebookProgress, ProgressBar, ProgressLines
-from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.runner_callbacks import (
+    Checkpointing,
+    MetricLogger,
+    Profiler,
+    RunSummary,
+)
 from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.records import EvalRecord, StepRecord
 

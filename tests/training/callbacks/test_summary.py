@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from runner.training.callbacks.summary import RunSummary
+from runner.training.callbacks.runner_callbacks import RunSummary
 
 
 @pytest.fixture

@@ -1,0 +1,326 @@
+"""The runner's own callbacks: log the records, add them up, save checkpoints, profile.
+
+step_metrics.py says which values of a step are logged. A block of records ends at each interval's
+end, so the state that is saved is the one after the block's last step.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.profiler import profile
+
+from runner.tracking.tracker import MetricRecord, Tracker
+from runner.training.callbacks.callback import RunCallback, RunHandle
+from runner.training.records import EvalRecord, StepRecord, Steps
+from runner.training.state import TrainState
+from runner.training.step_metrics import legal_names, tracker_values
+from runner.utils.accelerator import Accelerator
+from runner.utils.tensors import MIB, tensor_bytes
+
+
+class MetricLogger(RunCallback):
+    """Logs every step's values at its own step number; rates and memory once per block.
+
+    Args:
+        tracker: stores the values.
+        state: its optimizers' memory is logged.
+        accelerator: gives the peak memory.
+    """
+
+    key = "metric_logger"
+    is_in_every_run = True
+
+    def __init__(self, tracker: Tracker, state: TrainState, accelerator: Accelerator) -> None:
+        self.tracker = tracker
+        self.state = state
+        self.accelerator = accelerator
+        self._last: StepRecord | None = None
+        self._has_logged_optimizer_memory = False
+
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        points: list[MetricRecord] = []
+        for record in records:
+            points += self._scale_changes(record)
+            points.append((record.step, record.time_ms, tracker_values(record)))
+            self._last = record
+        points.append(self._block_values(records))
+        self.tracker.log_metrics(points)
+        self.tracker.check()
+
+    def _scale_changes(self, record: StepRecord) -> Iterator[MetricRecord]:
+        """Yield the loss scale where it changes, the value before and the value after."""
+        # MLflow's charts draw a few hundred points per line: the scale of every step would hide a
+        # short dip, and these few points show each one.
+        last = self._last
+        scale = record.loss_scale
+        if scale is None:
+            return
+        if last is None:
+            yield record.step, record.time_ms, {"loss_scale/changes": scale}
+        elif last.loss_scale is not None and last.loss_scale != scale:
+            yield last.step, last.time_ms, {"loss_scale/changes": last.loss_scale}
+            yield record.step, record.time_ms, {"loss_scale/changes": scale}
+
+    def _block_values(self, records: Steps) -> MetricRecord:
+        # A single step's time says little: the host launches a step, it does not wait for it.
+        milliseconds = sum(record.step_ms for record in records)
+        examples = sum(record.examples for record in records)
+        values = {
+            "perf/step_ms": milliseconds / len(records),
+            "perf/examples_per_second": examples / milliseconds * 1e3,
+            "memory/peak_mib": self.accelerator.peak_memory_mib(),
+        }
+        # The loop of another trainer may not say how many examples a step has.
+        if not examples:
+            del values["perf/examples_per_second"]
+        # The optimizer makes its state in its first applied step, and the size stays from then on.
+        is_applied = any(not record.overflow for record in records)
+        if is_applied and not self._has_logged_optimizer_memory:
+            self._has_logged_optimizer_memory = True
+            size = tensor_bytes(*self.state.optimizer_tensors())
+            values["memory/optimizer_mib"] = size / MIB
+        last = records[-1]
+        # Gauges are named after modules.
+        gauges = last.gauges or {}
+        values |= dict(zip(legal_names(gauges), gauges.values(), strict=True))
+        return last.step, last.time_ms, values
+
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+        values = dict(record.metrics)
+        if record.stagnant_share is not None:
+            values["guard/stagnant_share"] = record.stagnant_share
+        self.tracker.log_metrics([(record.step, record.time_ms, values)])
+
+    def state_dict(self) -> dict[str, Any]:
+        last = self._last and self._last.to_state()
+        return {"last": last, "sized": self._has_logged_optimizer_memory}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._last = None if state["last"] is None else StepRecord(**state["last"])
+            self._has_logged_optimizer_memory = state["sized"]
+
+    def close(self) -> None:
+        """Log the last loss scale, which ends the line of its changes."""
+        if self._last is not None and self._last.loss_scale is not None:
+            values = {"loss_scale/changes": self._last.loss_scale}
+            self.tracker.log_metrics([(self._last.step, self._last.time_ms, values)])
+
+
+MIN_TIMED_MS = 250.0
+"""Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
+
+_STATE = {
+    "metrics": "metrics",
+    "evaluated": "last_evaluation_step",
+    "best": "best",
+    "stagnant": "stagnant_share",
+    "scales": "scales",
+    "overflows": "overflows",
+    "examples": "_examples",
+    "steps": "_steps",
+    "blocks": "_blocks",
+    "milliseconds": "_milliseconds",
+}
+"""By the key in a checkpoint, the attribute of a RunSummary that it restores."""
+
+
+class RunSummary(RunCallback):
+    """Totals over all records of a run, for its result and its final checkpoint.
+
+    Args:
+        quality: name of the metric whose best value is recorded.
+        direction: "max" if more of it is better, otherwise "min".
+
+    Attributes:
+        last: the last step record that arrived.
+        metrics: of the last evaluation, by name.
+        last_evaluation_step: the step of the last evaluation; 0 before the first.
+        best: best value of the quality so far; None before the first evaluation with a number.
+        stagnant_share: of the last evaluation, see EvalRecord.
+        scales: (step, loss scale) wherever the loss scale changed.
+        overflows: the steps that were skipped.
+    """
+
+    key = "summary"
+    is_in_every_run = True
+
+    def __init__(self, quality: str, direction: str) -> None:
+        self.quality = quality
+        self.better = max if direction == "max" else min
+        self.last: StepRecord | None = None
+        self.metrics: dict[str, float] = {}
+        self.last_evaluation_step = 0
+        self.best: float | None = None
+        self.stagnant_share: float | None = None
+        self.scales: list[tuple[int, float]] = []
+        self.overflows: list[int] = []
+        # Steps, examples and milliseconds count towards the rate only; blocks count always.
+        self._examples = 0
+        self._steps = 0
+        self._blocks = 0
+        self._milliseconds = 0.0
+        self._is_first_block_after_resume = False
+
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        self.last = records[-1]
+        self._blocks += 1
+        if self._blocks == 2:
+            # The first block counted only in case it stays the only one: kernels warm up in it.
+            self._examples = 0
+            self._steps = 0
+            self._milliseconds = 0.0
+        timed = records
+        # A resumed process warms up again. Its first block counts only if nothing else was timed.
+        if self._is_first_block_after_resume and self._steps:
+            timed = ()
+        # Within the first block of the run only the first step is omitted, the slowest of all.
+        elif self._blocks == 1 and len(records) > 1:
+            timed = records[1:]
+        self._is_first_block_after_resume = False
+        self._steps += len(timed)
+        self._examples += sum(record.examples for record in timed)
+        self._milliseconds += sum(record.step_ms for record in timed)
+        for record in records:
+            if record.overflow:
+                self.overflows.append(record.step)
+            scale = record.loss_scale
+            if scale is not None and (not self.scales or self.scales[-1][1] != scale):
+                self.scales.append((record.step, scale))
+
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+        self.metrics = dict(record.metrics)
+        self.last_evaluation_step = record.step
+        self.stagnant_share = record.stagnant_share
+        # One of several validation sets of another trainer may have none.
+        value = record.metrics.get(self.quality, math.nan)
+        # max() and min() would return NaN or not, depending on the order of their arguments.
+        if not math.isnan(value):
+            self.best = value if self.best is None else self.better(self.best, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {key: getattr(self, attribute) for key, attribute in _STATE.items()}
+        return {"last": self.last and self.last.to_state(), **state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._is_first_block_after_resume = True
+        if not state:
+            return
+        self.last = None if state["last"] is None else StepRecord(**state["last"])
+        for key, attribute in _STATE.items():
+            setattr(self, attribute, state[key])
+
+    def result_values(self) -> dict[str, Any]:
+        """Return the numbers of the run's result.
+
+        The rate leaves out the first block, where kernels warm up, and for a run of one block the
+        first step; it is None if less than MIN_TIMED_MS was timed.
+        """
+        last = self.last
+        milliseconds = self._milliseconds
+        rate = None
+        if milliseconds >= MIN_TIMED_MS:
+            rate = self._examples / milliseconds * 1e3
+        return {
+            "metrics": self.metrics,
+            "best": self.best,
+            "steps": last.step if last else 0,
+            "train_loss": last.loss if last else None,
+            "examples_per_second": rate,
+            "step_ms": milliseconds / self._steps if last else None,
+            "skipped_steps": last.skipped_steps if last else None,
+            "loss_scale": last.loss_scale if last else None,
+            "stagnant_share": self.stagnant_share,
+        }
+
+
+@dataclass(eq=False)
+class Checkpointing(RunCallback):
+    """Calls `save` at each multiple of `every_steps` and after each evaluation that is the best.
+
+    Args:
+        save: saves the state; its argument says whether the state is the best so far.
+        every_steps: None saves the best only.
+        is_evaluation_step: returns whether an evaluation follows a step.
+        quality: name of the metric that decides which state is the best; None saves none as such.
+        direction: whether more or less of it is better.
+    """
+
+    key = "checkpointing"
+
+    save: Callable[[bool], object]
+    every_steps: int | None
+    is_evaluation_step: Callable[[int], bool]
+    quality: str | None = None
+    direction: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        self._best = -math.inf
+
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        step = records[-1].step
+        # At a step with an evaluation the checkpoint waits for it, to hold its metrics.
+        if self._is_due(step) and not self.is_evaluation_step(step):
+            self.save(False)
+
+    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+        is_best = False
+        if self.quality is not None:
+            sign = 1 if self.direction == "max" else -1
+            value = sign * record.metrics[self.quality]
+            is_best = value > self._best
+            if is_best:
+                self._best = value
+        if is_best or self._is_due(record.step):
+            self.save(is_best)
+
+    def _is_due(self, step: int) -> bool:
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best = state.get("best", -math.inf)
+
+
+@dataclass(eq=False)
+class Profiler(RunCallback):
+    """Profiles from its construction until a block passes `last_step`, or until the run ends.
+
+    Files: `profile.txt` (operators by CPU time) and `profile.json` (chrome://tracing).
+
+    Args:
+        folder: where the files are written.
+        last_step: the step whose block ends the profile.
+        write_file: calls a function that writes a file, with the file's path.
+    """
+
+    key = "profiler"
+
+    folder: Path
+    last_step: int
+    write_file: Callable[[Path, Callable[[Path], object]], object]
+
+    def __post_init__(self) -> None:
+        self._profile: profile | None = profile(acc_events=True)
+        self._profile.start()
+
+    def on_steps(self, records: Steps, run: RunHandle) -> None:
+        if records[-1].step >= self.last_step:
+            self.close()
+
+    def close(self) -> None:
+        # The profile ends once: at its last step, or with the run if that is earlier.
+        if self._profile is None:
+            return
+        finished = self._profile
+        finished.stop()
+        table = finished.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+        self._profile = None
+        self.write_file(self.folder / "profile.txt", lambda path: path.write_text(table))
+        trace = self.folder / "profile.json"
+        self.write_file(trace, lambda path: finished.export_chrome_trace(str(path)))
