@@ -123,11 +123,6 @@ def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def to_dict(spec: RunSpec) -> dict[str, Any]:
-    """Return the spec as plain containers, secrets included."""
-    return asdict(spec)
-
-
 def redacted_dict(spec: RunSpec) -> dict[str, Any]:
     """Return the spec as plain containers without secrets, to store or show it."""
-    return redact_values(to_dict(spec))
+    return redact_values(asdict(spec))

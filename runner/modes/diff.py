@@ -9,7 +9,7 @@ the reference is the run itself, trained again up to the steps that are compared
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from runner.config.annotations import typed_value
 from runner.config.invocation import Invocation
 from runner.config.messages import dotted_keys
 from runner.config.overrides import DTYPE_PRECISIONS, PRECISION_ALIASES, path_exists
-from runner.config.resolve import resolve_spec, to_dict
+from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.config.trusted_targets import SavedConfig, interpolation_problem
@@ -432,7 +432,7 @@ def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
 
 def _own_values(spec: RunSpec, words: list[str]) -> str:
     """Return the spec's own values of the keys that other words set, as overrides."""
-    config = OmegaConf.create(to_dict(spec))
+    config = OmegaConf.create(asdict(spec))
     missing = object()  # as an option that another precision has
     found = []
     for key in (word.partition("=")[0] for word in words):
@@ -443,7 +443,7 @@ def _own_values(spec: RunSpec, words: list[str]) -> str:
 
 
 def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
-    config = OmegaConf.create(to_dict(spec))
+    config = OmegaConf.create(asdict(spec))
     missing = object()
     if OmegaConf.select(config, key, default=missing) is missing:
         known = list(dotted_keys("", config))
@@ -500,7 +500,7 @@ def plan_diff(plan: PlannedRun) -> PlannedRun:
                 f"against={spec.against} is a run, whose settings are taken. Leave {preset}= out."
             )
     # Its code was judged with the whole of the run's config.
-    config = SavedConfig(to_dict(run_spec), folder, "against", is_signed=True)
+    config = SavedConfig(asdict(run_spec), folder, "against", is_signed=True)
     names: Any = {}
     with suppress(OSError, ValueError):  # a run that was killed has no result
         names = read_json(folder / RESULT)

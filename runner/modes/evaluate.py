@@ -5,7 +5,7 @@ The tracker is open already; run.py closes it.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.loading_keys import TASK_KEYS
-from runner.config.resolve import to_dict
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -73,7 +72,7 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
     nodes |= {key: config.values[key] for key in ("seed", "deterministic") if key in config.values}
     trained = config.values.get("train", {})
-    composed = (invocation.composed_config or to_dict(spec))["train"]
+    composed = (invocation.composed_config or asdict(spec))["train"]
     # Another precision may not compile what the run's own did.
     kept = _TRAIN_KEYS if "precision" in untyped else _TRAIN_KEYS[:3]
     nodes["train"] = {**composed, **{key: trained[key] for key in kept if key in trained}}

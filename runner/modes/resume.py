@@ -7,7 +7,7 @@ the store is found, by saved_run.py.
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
-from runner.config.resolve import resolve_spec, to_dict
+from runner.config.resolve import resolve_spec
 from runner.config.schema import AUTO, RunSpec
 from runner.config.targets import GROUP_KEYS
 from runner.modes.result import RunResult
@@ -171,7 +171,7 @@ def _merge_spec(
         # cannot be known: the command's spec counts as a whole.
         return spec, invocation
     config = saved.config("checkpoint.resume")
-    composed = invocation.composed_config or to_dict(spec)
+    composed = invocation.composed_config or asdict(spec)
     # checkpoint.path belongs to mode=evaluate.
     checkpoint = {**composed["checkpoint"], **config.values.get("checkpoint", {}), "path": None}
     values = {**config.values, "checkpoint": checkpoint}

@@ -13,7 +13,7 @@ one whole model at most.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from inspect import Parameter, signature
 from itertools import chain
 from pickle import UnpicklingError
@@ -26,7 +26,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.resolve import to_dict
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
@@ -237,7 +236,7 @@ def _load_plain_weights(
         )
     # The adapter's target comes from the file: it is judged before anything is imported by it.
     config = saved.config("checkpoint")
-    check_trusted(config, ["adapter"], to_dict(spec))
+    check_trusted(config, ["adapter"], asdict(spec))
     adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.
     if precision.storage is torch.float64:

@@ -1,12 +1,12 @@
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import pytest
 from torch import Tensor
 
-from runner.config.resolve import flatten, to_dict
+from runner.config.resolve import flatten
 from runner.config.schema import RunSpec, TrainSpec
 from runner.config.targets import check_targets, instantiate, locate, target_nodes
 from runner.utils.errors import ConfigError
@@ -77,11 +77,11 @@ def test_flatten_is_complete_and_cuts_nothing(spec):
     def leaves(node):
         return sum(leaves(v) for v in node.values()) if isinstance(node, dict) and node else 1
 
-    assert len(flatten(spec)) == leaves(to_dict(spec))
+    assert len(flatten(spec)) == leaves(asdict(spec))
 
 
 def test_to_dict_holds_no_config_object(spec):
-    plain = to_dict(spec)
+    plain = asdict(spec)
     assert json.loads(json.dumps(plain)) == plain
 
 

@@ -1,11 +1,11 @@
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from runner.config.invocation import Invocation
-from runner.config.resolve import to_dict
 from runner.modes import run_metadata
 
 
@@ -27,7 +27,7 @@ def test_the_config_reads_back_complete(tmp_path, compose):
     spec = compose("data=text", "model=gpt")
     path = run_metadata.write_config(tmp_path, spec)
     assert path.name == "config.yaml"
-    assert OmegaConf.to_container(OmegaConf.load(path)) == to_dict(spec)
+    assert OmegaConf.to_container(OmegaConf.load(path)) == asdict(spec)
 
 
 def test_the_environment_names_versions_and_the_command(monkeypatch):
