@@ -37,8 +37,7 @@ from bench.training import CPU
 from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.run_output import RunOutput
-from runner.tracking.tracker import RunInfo
+from runner.tracking.tracker import RunInfo, RunOutput
 from runner.tracking.writer.store import MAX_POINTS, Store
 from runner.tracking.writer_process import shared_writer
 from runner.training.callbacks.callback import RunHandle

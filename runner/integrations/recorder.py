@@ -41,8 +41,7 @@ from runner.sweeps.manifest import Manifest
 from runner.tracking import history
 from runner.tracking.journal import has_live_owner, latest_journal
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.run_output import RunOutput
-from runner.tracking.tracker import RunInfo, Tracker
+from runner.tracking.tracker import RunInfo, RunOutput, Tracker
 from runner.tracking.tracker import Status as StoreStatus
 from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.callbacks.runner_callbacks import MetricLogger, RunSummary

@@ -13,7 +13,7 @@ from runner.distributed.torchrun import ProcessRank
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.conversion_report import ConversionReport
-from runner.tracking.run_output import RunOutput
+from runner.tracking.tracker import RunOutput
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator

@@ -25,7 +25,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
 from runner.modes.context import RunContext
 from runner.precision.conversion_report import ConversionReport
-from runner.tracking.run_output import RunOutput
+from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook

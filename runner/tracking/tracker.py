@@ -2,10 +2,12 @@
 
 The trainer calls a Tracker and never waits for the store, except at the end of the run. With
 tracking=none the tracker is NoTracker, so that callers need no branch.
+RunOutput adds the run's folder and its console: what it writes there is uploaded by the tracker.
 """
 
 import json
 import os
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,8 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from runner.utils.files import open_output
+from rich.console import Console
+
+from runner.utils.files import open_output, os_error_reason, prepare_output, write_json, write_text
+from runner.utils.formatting import relative_path
 from runner.utils.layout import METRICS, RANK_RECORD
+from runner.utils.secrets import redact
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
@@ -210,3 +216,67 @@ class ProcessJournal(NoTracker):
             for step, time_ms, values in records
         ]
         self._write("".join(lines))
+
+
+@dataclass(frozen=True)
+class RunOutput:
+    """What a run writes to.
+
+    Attributes:
+        out: the folder of this process; that of the first process is the run's.
+        console: where progress and the summary are printed.
+        tracker: records metrics, tags and artifacts.
+    """
+
+    out: Path
+    console: Console
+    tracker: Tracker
+
+    def say(self, message: str) -> None:
+        """Print a line to the run's console."""
+        self.console.print(message, markup=False, soft_wrap=True)
+
+    def write_file(self, path: Path, write: Callable[[Path], object]) -> bool:
+        """Write a file of the run's folder; return whether it was written.
+
+        A file that cannot be written is reported on the console and does not end the run.
+        """
+        try:
+            write(prepare_output(path))
+        except OSError as error:
+            # What was written until then would be taken for the whole file.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")
+            return False
+        return True
+
+    def save_artifact(self, path: Path, write: Callable[[Path], object], folder: str = "") -> bool:
+        """Write a file and upload it as an artifact; return whether it was written.
+
+        Args:
+            path: of the file, in the run's folder.
+            write: writes the file at a path.
+            folder: of the artifact in the store.
+        """
+        written = self.write_file(path, write)
+        if written:
+            self.tracker.artifact(path, folder)
+        return written
+
+    def save_json(self, name: str, content: object) -> None:
+        """Write a JSON file into the run's folder and upload it as an artifact."""
+        self.save_artifact(self.out / name, lambda path: write_json(path, content))
+
+    def save_traceback(self) -> str:
+        """Write the traceback of the error being handled to error.txt.
+
+        Returns:
+            A sentence that names the file; empty where it could not be written.
+        """
+        # An error's message may hold a URI with its credentials.
+        text = redact(traceback.format_exc())
+        path = self.out / "error.txt"
+        if not self.write_file(path, lambda path: write_text(path, text)):
+            return ""
+        return f"The traceback is in {relative_path(path)}."

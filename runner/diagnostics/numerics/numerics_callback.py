@@ -9,7 +9,7 @@ from runner.config.schema import RunSpec
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import Numerics, NumericsSnapshot, read
 from runner.distributed.strategy import Strategy
-from runner.tracking.run_output import RunOutput
+from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.callback import RunCallback
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError

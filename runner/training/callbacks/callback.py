@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from runner.tracking.metric_names import METRICS
-from runner.tracking.run_output import RunOutput
+from runner.tracking.tracker import RunOutput
 from runner.training.records import EvalRecord, Record, StepRecord
 from runner.training.state import TrainState
 from runner.utils.files import write_text

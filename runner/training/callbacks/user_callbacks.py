@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.config.annotations import typed_value
 from runner.config.instantiation import locate
 from runner.config.targets import build_group
-from runner.tracking.run_output import RunOutput
+from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.callback import (
     RESERVED_PREFIXES,
     RunCallback,

@@ -3,8 +3,7 @@ from types import SimpleNamespace
 from states import CPU
 from torch import nn
 
-from runner.tracking.run_output import RunOutput
-from runner.tracking.tracker import NoTracker
+from runner.tracking.tracker import NoTracker, RunOutput
 from runner.training.callbacks.callback import RunCallback
 from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.utils.console import plain_console
