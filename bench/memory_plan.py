@@ -28,7 +28,7 @@ from runner.precision.contract import Precision
 from runner.training.compile import prepare_model
 from runner.training.loop import fit
 from runner.training.model import build_model
-from runner.training.optimizers import build_scheduled_optimizers
+from runner.training.setup import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.reproducibility import seed_all

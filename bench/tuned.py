@@ -31,7 +31,7 @@ from runner.config.schema import RunSpec, TrainSpec
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision.registry import load_precision
 from runner.training.compile import prepare_model
-from runner.training.optimizers import build_optimizer
+from runner.training.setup import build_optimizer
 
 PRECISION = load_precision("32-true")
 LEARNING_RATES = {

@@ -24,7 +24,7 @@ from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model, build_on_meta
-from runner.training.optimizers import (
+from runner.training.setup import (
     attach_rules,
     build_optimizer,
     build_scheduled_optimizers,

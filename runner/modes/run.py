@@ -35,7 +35,7 @@ from runner.tracking import journal
 from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
 from runner.training.callbacks.user_callbacks import build_user_callbacks, callback_problems
-from runner.training.optimizers import check_arguments
+from runner.training.setup import check_arguments
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console

@@ -36,9 +36,9 @@ from runner.training.evaluation_hook import EvaluationHook
 from runner.training.initial_weights import InitialWeights
 from runner.training.model import BuiltModel, starts_random
 from runner.training.model_call import describe_call
-from runner.training.optimizers import describe_state_dtypes
 from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
+from runner.training.setup import describe_state_dtypes
 from runner.training.state import TrainState, saved_state
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError, refuse

@@ -5,7 +5,7 @@ without the libraries runs everything else.
 
 Both libraries quantize the state of a tensor in blocks and leave that of tensors below 4096
 elements alone. The subclasses add one thing: a parameter group {"params": [...],
-"optim_bits": 32} keeps its state in float32. runner.training.optimizers puts embeddings into such a
+"optim_bits": 32} keeps its state in float32. runner.training.setup puts embeddings into such a
 group, as Dettmers et al. do (section 2.3), since training with 8-bit state of embeddings is less
 stable.
 

@@ -28,8 +28,8 @@ from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training import schedules
 from runner.training.callbacks.callback import RunCallback
-from runner.training.optimizers import optimizer_nodes
 from runner.training.own_state import OWN_BUFFERS_KEY, OWN_UPDATES_KEY
+from runner.training.setup import optimizer_nodes
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
 from runner.utils.errors import ConfigError

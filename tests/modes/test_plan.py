@@ -8,11 +8,7 @@ from torch import nn
 from runner.modes.plan import _state_bytes
 from runner.precision.weight_updates import UPDATE_RULES
 from runner.precision.wide_step import attach_update
-from runner.training.optimizers import (
-    build_optimizer,
-    embedding_parameters,
-    parameters_by_optimizer,
-)
+from runner.training.setup import build_optimizer, embedding_parameters, parameters_by_optimizer
 from runner.utils.tensors import tensor_bytes
 
 STATEFUL = (

@@ -13,7 +13,7 @@ from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training import adapters
 from runner.training.adapters import Lora
 from runner.training.model import build_model
-from runner.training.optimizers import build_scheduled_optimizers
+from runner.training.setup import build_scheduled_optimizers
 from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")

@@ -13,11 +13,7 @@ from runner.config.targets import check_targets
 from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale
 from runner.training import lowbit_optimizers
-from runner.training.optimizers import (
-    build_optimizer,
-    build_scheduled_optimizers,
-    embedding_parameters,
-)
+from runner.training.setup import build_optimizer, build_scheduled_optimizers, embedding_parameters
 from runner.training.state import ScheduledOptimizer
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import tensor_bytes

@@ -14,7 +14,7 @@ from runner.config.schema import RunSpec
 from runner.precision import registry
 from runner.training.adapters import Lora
 from runner.training.model import build_model, restore_model, restore_precision_state
-from runner.training.optimizers import build_scheduled_optimizers
+from runner.training.setup import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification

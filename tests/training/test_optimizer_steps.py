@@ -9,7 +9,7 @@ from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch.nn import functional as F
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.training.optimizers import build_optimizer, closure_calls
+from runner.training.setup import build_optimizer, closure_calls
 from runner.training.state import ScheduledOptimizer
 from runner.training.step import train_step
 from runner.training.weight_average import with_averaged_weights

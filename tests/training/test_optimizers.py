@@ -12,12 +12,12 @@ from runner.config.targets import build_group
 from runner.precision import registry
 from runner.training import optimizers
 from runner.training.model import build_model
-from runner.training.optimizers import (
+from runner.training.schedules import build_scheduler
+from runner.training.setup import (
     build_optimizer,
     build_scheduled_optimizers,
     parameters_by_optimizer,
 )
-from runner.training.schedules import build_scheduler
 from runner.utils.errors import ConfigError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -147,7 +147,7 @@ def test_fused_where_torch_has_it(compose, name, precision):
     node = compose(f"optimizer={name}").optimizer
     (d,) = build_optimizers(precision, optimizer={**node, "lr": 0.1})
     fused = name in ("adagrad", "adam", "adamw", "sgd")
-    if not optimizers._loses_updates(type(d.optimizer), d.params):  # by torch's version
+    if not setup._loses_updates(type(d.optimizer), d.params):  # by torch's version
         assert bool(d.optimizer.defaults.get("fused")) == fused
     before = [p.detach().clone() for p in d.params]
     for p in d.params:
@@ -157,7 +157,7 @@ def test_fused_where_torch_has_it(compose, name, precision):
 
 
 def test_a_fused_kernel_that_loses_updates_is_refused_and_not_chosen(monkeypatch):
-    monkeypatch.setattr(optimizers, "TORCH_VERSION", TorchVersion("2.13.0"))
+    monkeypatch.setattr(setup, "TORCH_VERSION", TorchVersion("2.13.0"))
     node = {"_target_": "torch.optim.SGD", "lr": 0.1}
     (d,) = build_optimizers("bf16-true", optimizer=node)
     assert not d.optimizer.defaults["fused"]

@@ -16,13 +16,13 @@ from runner.precision.layers.experts import convert_experts
 from runner.precision.registry import load_precision
 from runner.training import state_dict
 from runner.training.model import restore_model
-from runner.training.optimizers import build_scheduled_optimizers, check_arguments
 from runner.training.parameter_groups import (
     describe_groups,
     divide_parameters,
     freeze_parameters,
     matched_names,
 )
+from runner.training.setup import build_scheduled_optimizers, check_arguments
 from runner.utils.errors import ConfigError
 
 RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"

@@ -15,7 +15,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.training.adapters import Lora
 from runner.training.model import build_model, restore_model
-from runner.training.optimizers import build_scheduled_optimizers
+from runner.training.setup import build_scheduled_optimizers
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict, restore, state_dict
 from runner.training.step import loss_of, train_step
