@@ -9,20 +9,18 @@ from typing import Any
 from runner.config.annotations import typed_value
 from runner.config.instantiation import (
     CONVERT_MODES,
+    LEADING_COUNTS,
+    TASK_KEYS,
     Arguments,
+    data_target_node,
     instantiate,
+    is_target_node,
     keywords,
+    loading_nodes,
     locate,
     refusal,
     refusals,
     target_arguments,
-)
-from runner.config.loading_keys import (
-    LEADING_COUNTS,
-    TASK_KEYS,
-    data_target_node,
-    is_target_node,
-    loading_nodes,
     task_nodes,
 )
 from runner.config.schema import RunSpec

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.config.loading_keys import text_targets
+from runner.config.instantiation import text_targets
 from runner.config.resolve import leaves
 from runner.config.signature import describe_key_location
 from runner.config.targets import children, locate

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from runner.config.loading_keys import data_target_node, target_name
+from runner.config.instantiation import data_target_node, target_name
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, build_value
 from runner.data.batch_layout import PAIRS

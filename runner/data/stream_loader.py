@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from runner.config.loading_keys import target_name
+from runner.config.instantiation import target_name
 from runner.config.schema import RunSpec
 from runner.data.batch_layout import Batch
 from runner.data.collate import collate, error_with_line

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from runner.config.loading_keys import MetricItem, metric_items, target_name
+from runner.config.instantiation import MetricItem, metric_items, target_name
 from runner.config.targets import (
     build_group,
     build_value,

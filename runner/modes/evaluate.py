@@ -14,7 +14,7 @@ import torch
 
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.loading_keys import TASK_KEYS
+from runner.config.instantiation import TASK_KEYS
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe

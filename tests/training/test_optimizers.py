@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
 from runner.precision import registry
-from runner.training import optimizers
+from runner.training import setup
 from runner.training.model import build_model
 from runner.training.schedules import build_scheduler
 from runner.training.setup import (
