@@ -26,8 +26,8 @@ from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import describe_computation, save_dtypes, set_evaluation_hook
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_sets, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
+from runner.training.loop import evaluate_sets, evaluation_mode
 from runner.training.model import restore_model
 from runner.training.model_call import call_model
 from runner.training.setup import build_state

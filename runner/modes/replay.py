@@ -43,10 +43,14 @@ from runner.precision import registry
 from runner.precision.contract import Precision
 from runner.training import state_dict
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_sets
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.initial_weights import read_initial_weights
-from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
+from runner.training.loop import (
+    accumulation_batches,
+    evaluate_sets,
+    is_evaluation_step,
+    total_steps,
+)
 from runner.training.model import build_model, keeps_adapter
 from runner.training.setup import TrainingSetup
 from runner.training.state import TrainState, saved_state

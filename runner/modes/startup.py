@@ -31,9 +31,9 @@ from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
 from runner.precision.loss_scale import describe_hooks, gradient_hooks
 from runner.training.compile import fused_rounding
-from runner.training.evaluation import evaluate, evaluation_mode
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.initial_weights import InitialWeights
+from runner.training.loop import evaluate, evaluation_mode
 from runner.training.model import BuiltModel, starts_random
 from runner.training.model_call import describe_call
 from runner.training.parameter_groups import describe_frozen, describe_groups

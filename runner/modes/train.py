@@ -44,8 +44,7 @@ from runner.modes.training_outputs import (
 from runner.precision.loss_scale import watch_gradient_calls
 from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation import evaluate_sets
-from runner.training.loop import fit, total_steps
+from runner.training.loop import evaluate_sets, fit, total_steps
 from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import starting_point

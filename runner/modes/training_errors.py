@@ -21,7 +21,7 @@ from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
 from runner.modes.context import RunContext
 from runner.modes.error_rules import Failure, precision_advice
-from runner.training.evaluation import evaluation_mode
+from runner.training.loop import evaluation_mode
 from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, DataError, ModelError, RunnerError, first_line

@@ -1,24 +1,297 @@
-"""The training loop: a generator of records. Only its caller can end it early."""
+"""The training loop: a generator of records. Only its caller can end it early.
+
+Evaluations of a model on data sets, and the measurement of updates that leave weights unchanged.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import islice
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain, islice
 from math import inf
 from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
 
 from runner.config.schema import TrainSpec
 from runner.data.batch_layout import Batch
 from runner.data.loader import Loader
+from runner.data.sampling import batch_seed
 from runner.data.step_samples import ends_epoch, steps_of_epoch
 from runner.data.stream_loader import BatchLoader
-from runner.training.evaluation import Stagnation, evaluate_sets
+from runner.training.model_call import call_model
+from runner.training.parameter_groups import full_rate
 from runner.training.record_buffer import RecordBuffer
 from runner.training.records import EvalRecord, Record
-from runner.training.state import TrainState
-from runner.training.step import train_step
+from runner.training.state import EvaluationCall, TrainState
+from runner.training.step import join_batch, train_step
+from runner.training.tasks.task import Task
+from runner.training.tasks.tensor_task import TrainingLoss
+from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.modules import set_training
+from runner.utils.reproducibility import seeded
 from runner.utils.stop_signals import until_interrupted
+
+_RANDOM_DEPTH = ("StochasticDepth", "DropPath")
+"""Classes of torchvision and timm that leave out branches at random in training mode."""
+MIN_RATE_SHARE = 0.25
+"""Share of a group's full learning rate under which its parameters are not asked whether they move:
+at the end of a schedule, or the beginning of a warm-up, no format is to blame."""
+_SEED_USE = 2**16
+"""Use of an evaluation's seed, see batch_seed: above those of loading processes."""
+
+
+@torch.no_grad()
+def evaluate(
+    state: TrainState,
+    validation: BatchLoader,
+    should_stop: Callable[[], bool] = lambda: False,
+    label: str = "val",
+    batches: int | None = None,
+    hook: EvaluationCall | None = None,
+) -> dict[str, float] | None:
+    """Return the task's metrics over a data set, computed in the run's precision.
+
+    With train.ema they are those of the averaged weights. What data, model, loss, metrics and hook
+    draw at random is the same in each evaluation.
+
+    Args:
+        state: its model is evaluated; schedules that wait for a found-inf flag are advanced.
+        validation: the data set.
+        should_stop: asked before each batch; once it returns True, the result is None.
+        label: of the set, for the hook.
+        batches: number of batches that are evaluated; None for all.
+        hook: called with the metrics of the set; the numbers that it returns are added.
+
+    Returns:
+        The metrics by name, for example {"val/loss": 0.3}; None if stopped or without a batch.
+
+    Raises:
+        ConfigError: a metric of task.metrics has the name of one of the task's.
+        ModelError: such a metric fails.
+        HookError: the hook fails.
+    """
+    # The flags that the schedules wait for have long arrived: the records were flushed before.
+    for scheduled in state.optimizers:
+        scheduled.advance_schedule()
+    first_batch: list[Batch] = []
+    # Not the run's seed itself: the initial weights are drawn from that.
+    seed = batch_seed(validation.seed, 0, 0, _SEED_USE + state.strategy.rank.index)
+    with state.evaluated_weights(), evaluation_mode(state.model, state.task, state.device, seed):
+        loaded = islice(validation.epoch(0), batches)
+        noted = None if hook is None else first_batch
+        totals = _totals(state, validation, loaded, should_stop, noted)
+        metrics = None
+        if not should_stop() and totals is not None:
+            metrics = state.task.evaluation_metrics(state.strategy.sum(totals).tolist())
+            added = state.task.added_metrics
+            values = {} if added is None else added.values()
+            for name in sorted(metrics.keys() & values.keys()):
+                short = name.removeprefix("val/")
+                raise ConfigError(
+                    f"task.metrics: {short} has the name of a metric that the task records itself, "
+                    f"{name}. Give it another one: task.metrics={{my_{short}: {{_target_: ...}}}}."
+                )
+            metrics |= values
+            if hook is not None:
+                state.model.eval()  # also of a task that evaluates losses
+                with state.precision.eval_context(state.plain_model):
+                    metrics |= hook(label, metrics, first_batch[0])
+    # A forward without a backward leaves them, and a checkpoint must not see their dtype.
+    state.strategy.drop_gathered_weights()
+    set_training(state.model)
+    return metrics
+
+
+def _totals(
+    state: TrainState,
+    validation: BatchLoader,
+    batches: Iterator[Batch],
+    should_stop: Callable[[], bool],
+    noted: list[Batch] | None,
+) -> Tensor | None:
+    """Return the task's totals over batches of a data set; None if stopped or without a batch.
+
+    The metrics of task.metrics are updated, too, and the first batch is appended to `noted`.
+    """
+    precision = state.precision
+    task = state.task
+    strategy = state.strategy
+    # Running statistics of each process come from its own examples; all must evaluate one model.
+    strategy.broadcast_buffers(state.plain_model)
+    if task.added_metrics is not None:
+        task.added_metrics.begin(state.device, strategy.gather_tensors)
+    totals: Tensor | None = None
+    with precision.eval_context(state.plain_model):
+        for i, (inputs, target) in enumerate(until_interrupted(batches)):
+            if should_stop():
+                return None
+            if i == 0 and noted is not None:
+                noted.append((inputs, target))
+            with precision.forward(state.device):
+                output = call_model(state.model, precision.cast(inputs))
+            # In the loss's dtype and outside autocast, so that no metric is computed in half
+            # precision. The task adds up in the widest float of the device.
+            output, target = precision.loss_pair(output, target)
+            size = validation.examples_in(i * validation.batch_size)
+            share = strategy.rank.batch_share(size)
+            if share and task.added_metrics is not None:
+                task.added_metrics.update(*task.metric_inputs(output, target))
+            if task.whole_batch and strategy.rank.world_size > 1:
+                output, target = join_batch(state, output, target, size)
+                share = int(strategy.rank.is_main)  # all have the sums of the whole batch
+            sums = task.evaluation_totals(output, target)
+            # A process without an example of this batch has computed one of another process's:
+            # all processes run every forward, since a strategy may exchange weights in it.
+            if not share:
+                sums = torch.zeros_like(sums)
+            # Totals stay on the device; the only read of it is the one at the end.
+            totals = sums if totals is None else totals + sums
+    return totals
+
+
+def evaluate_sets(
+    split: Literal["val", "test"],
+    state: TrainState,
+    loaders: Mapping[str, BatchLoader],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return the metrics of all validation sets, or of all test sets.
+
+    Args:
+        split: the kind of the sets.
+        state: see evaluate.
+        loaders: of the sets by name; that of an only one may be empty.
+        should_stop: see evaluate.
+
+    Returns:
+        The metrics, named <split>/<name>/<metric>, without the name of an only set. Those of the
+        first validation set are also named val/<metric>. Empty without a set, None if stopped.
+    """
+    metrics: dict[str, float] = {}
+    for name, loader in loaders.items():
+        label = f"{split}/{name}" if name else split
+        values = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
+        if values is None:
+            return None
+        if split == "val" and not metrics:
+            metrics.update(values)
+        if split == "test" or name:
+            metrics |= {
+                f"{label}/{key.removeprefix('val/')}": value for key, value in values.items()
+            }
+    return metrics
+
+
+class Stagnation:
+    """Counts the half-precision elements that had a gradient and that a step left unchanged.
+
+    In bfloat16 and float16 an update below half a unit in the last place of a weight is rounded
+    away: training stalls although the gradients are not zero. An instance is made before a step
+    and asked after it for the share of such elements. Meanwhile hooks on the parameters note which
+    elements have a gradient, because train_step drops the gradients. At the end of a schedule no
+    weight moves in any format, so that a step after a third of the run is watched, too.
+
+    Args:
+        state: its trainable parameters of 2 bytes per element are compared, where its precision
+            loses updates, of the groups whose learning rate is at least MIN_RATE_SHARE of the full
+            one.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.strategy = state.strategy
+        self._earlier = state.stagnant_share
+        self.params = []
+        for group in chain(*(part.optimizer.param_groups for part in state.optimizers)):
+            has_rate = 0 < MIN_RATE_SHARE * full_rate(group) <= group["lr"]
+            if has_rate and state.precision.loses_updates:
+                self.params += [p for p in group["params"] if p.dtype.itemsize == 2]
+        self._weights_before = [shard.clone() for shard in self._local_shards(self.params)]
+        self._has_gradient: dict[int, Tensor] = {}  # bool masks by the parameter's id
+        self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
+
+    def _note(self, param: Tensor) -> None:
+        assert param.grad is not None
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        # With several micro-batches the last call counts, when the gradients have been added up.
+        self._has_gradient[id(param)] = self._local_shards([grad])[0] != 0
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self.strategy.local_shards([t.detach() for t in tensors])
+
+    def stagnant_share(self) -> float | None:
+        """Remove the hooks and return the share of the elements with a gradient that did not move.
+
+        The share is from 0 to 1, over all processes; the state's earlier one if no element of the
+        compared parameters had a gradient.
+        """
+        self.close()
+        weights = self._local_shards(self.params)
+        with_gradient = 0
+        unchanged = 0
+        for param, after, before in zip(self.params, weights, self._weights_before, strict=True):
+            mask = self._has_gradient.get(id(param))
+            if mask is None:
+                continue
+            with_gradient += int(mask.count_nonzero())
+            unchanged += int(((after == before) & mask).count_nonzero())
+        # Only sharded weights differ between the processes; elsewhere each counts the whole model.
+        if self.strategy.shards:
+            counts = self.strategy.sum(torch.tensor([unchanged, with_gradient]))
+            unchanged, with_gradient = counts.tolist()
+        return unchanged / with_gradient if with_gradient else self._earlier
+
+
+def set_evaluation_mode(model: nn.Module, task: Task) -> None:
+    """Set a model to evaluation mode.
+
+    For a task that evaluates losses, the modules are in training mode, in which detection models
+    return losses. Those in which the mode decides about more are in evaluation mode: batch and
+    instance normalisations, which neither use nor change the batch's statistics, and dropout.
+    """
+    model.eval()
+    if not task.evaluates_losses:
+        return
+    set_training(model)
+    for module in model.modules():
+        is_random = isinstance(module, _DropoutNd) or type(module).__name__ in _RANDOM_DEPTH
+        if is_random or isinstance(module, _NormBase):
+            module.eval()
+
+
+@contextmanager
+def evaluation_mode(
+    model: nn.Module, task: Task, device: torch.device, seed: int = 0
+) -> Iterator[None]:
+    """Set a model to evaluation mode and seed what is drawn at random.
+
+    The caller sets the model back to training mode. On exit all generators are restored, so that an
+    evaluation changes no training.
+
+    Args:
+        model: changed in place.
+        task: of the run.
+        device: whose generator is seeded and restored, beside those of the host.
+        seed: of the generators.
+    """
+    set_evaluation_mode(model, task)
+    # Those that a module, the task or its loss keeps, too.
+    holders = [model, task, *vars(task).values()]
+    holders += [part.loss for part in holders if isinstance(part, TrainingLoss)]
+    parts = [[*h.modules()] if isinstance(h, nn.Module) else [h] for h in holders]
+    attributes = [getattr(part, "__dict__", None) for part in chain(*parts)]
+    with seeded(seed, device, tree_leaves(attributes)):
+        yield
+
 
 _NO_CONTEXT = nullcontext()
 

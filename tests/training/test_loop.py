@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader
 from runner.precision import registry
-from runner.training.evaluation import Stagnation, evaluate
-from runner.training.loop import accumulation_batches, fit, total_steps
+from runner.training.loop import Stagnation, accumulation_batches, evaluate, fit, total_steps
 from runner.training.record_buffer import HostTransfer
 from runner.training.records import EvalRecord
 from runner.training.state import ScheduledOptimizer

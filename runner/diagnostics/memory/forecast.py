@@ -51,8 +51,8 @@ from runner.precision.contract import ConvertingPrecision, Precision
 from runner.precision.conversion_proof import ForwardWatch
 from runner.precision.layers.experts import own_stacks, possible_stacks
 from runner.training.compile import prepare_model
-from runner.training.evaluation import Stagnation, set_evaluation_mode
 from runner.training.example_batch import ForecastUnavailable, example_batch
+from runner.training.loop import Stagnation, set_evaluation_mode
 from runner.training.model import META_DEVICE, build_model, build_on_meta, materialize_lazy_layers
 from runner.training.model_call import call_model
 from runner.training.setup import TrainingSetup, build_state

@@ -17,7 +17,7 @@ class Detection(Task):
 
     Each loss is recorded in every step as train/<name>, before it is weighted. An evaluation
     computes the same sum: the model is in training mode but for normalisations and dropout, see
-    training/evaluation.py. Each image weighs alike.
+    training/loop.py. Each image weighs alike.
 
     Args:
         loss_weights: what a loss is multiplied by, by its name; 1 where it has none.

@@ -5,7 +5,7 @@ import torch
 from states import CPU
 from torch import nn
 
-from runner.training.evaluation import evaluation_mode
+from runner.training.loop import evaluation_mode
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.regression import Regression
 from runner.utils.errors import ConfigError

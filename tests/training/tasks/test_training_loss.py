@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.data.task_target import build_task
-from runner.training.evaluation import evaluation_mode
+from runner.training.loop import evaluation_mode
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM
