@@ -17,9 +17,9 @@ The record's own calls in a loop:
 from typing import Any
 
 from runner.integrations.loop_record import LoopRecord
-from runner.integrations.options import RecordSettings
 from runner.integrations.training_source import (
     PrecisionRequest,
+    RecordSettings,
     TrainingSource,
     check_sharding,
     missing_package,
@@ -44,7 +44,7 @@ class PrecisionRecord(LoopRecord):
         model: as accelerator.prepare returned it.
         optimizer: as accelerator.prepare returned it.
         start_step: optimizer steps before this loop, of one that is resumed.
-        options: further keyword arguments, see runner.integrations.options.RecordSettings.
+        options: further keyword arguments, see runner.integrations.training_source.RecordSettings.
 
     Raises:
         ConfigError: an option that is not known or has a wrong value, an optimizer that

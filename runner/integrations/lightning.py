@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.integrations.loop_record import LoopRecord
-from runner.integrations.options import RecordSettings
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
     PrecisionRequest,
+    RecordSettings,
     TrainingSource,
     check_only_callback,
     check_sharding,
@@ -58,7 +58,7 @@ class PrecisionCallback(Callback):
     `validation_` are recorded under `val/`.
 
     Args:
-        options: keyword arguments, see runner.integrations.options.RecordSettings.
+        options: keyword arguments, see runner.integrations.training_source.RecordSettings.
 
     Raises:
         ConfigError: an option that is not known or has a wrong value.
@@ -189,7 +189,7 @@ class FabricRecord(LoopRecord):
         model: as fabric.setup returned it.
         optimizer: as fabric.setup returned it.
         start_step: optimizer steps before this loop, of one that is resumed.
-        options: further keyword arguments, see runner.integrations.options.RecordSettings.
+        options: further keyword arguments, see runner.integrations.training_source.RecordSettings.
 
     Raises:
         ConfigError: an option that is not known or has a wrong value, a model or an optimizer that

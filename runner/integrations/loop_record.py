@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from runner.integrations.options import RecordSettings
 from runner.integrations.recorder import Recorder
-from runner.integrations.training_source import TrainingSource, watch_method
+from runner.integrations.training_source import RecordSettings, TrainingSource, watch_method
 from runner.utils.errors import ConfigError
 
 

@@ -24,9 +24,9 @@ from runner.config.invocation import Invocation
 from runner.config.resolve import leaves
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.numerics_callback import NumericsCallback
-from runner.integrations.options import RecordSettings
 from runner.integrations.steps import StepReader, StepRecords, restore_summary
 from runner.integrations.training_source import (
+    RecordSettings,
     StepDtypes,
     TrainingSource,
     numeric_switches,

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from runner.integrations.options import RecordSettings
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
     PrecisionRequest,
+    RecordSettings,
     TrainingSource,
     check_only_callback,
     check_sharding,
@@ -49,7 +49,7 @@ class PrecisionCallback(TrainerCallback):
     """Records every optimizer step of a Trainer as a run of this runner.
 
     Args:
-        options: keyword arguments, see runner.integrations.options.RecordSettings.
+        options: keyword arguments, see runner.integrations.training_source.RecordSettings.
 
     Raises:
         ConfigError: an option that is not known or has a wrong value.

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from runner.config.commands import COMMANDS
-from runner.integrations.options import RecordSettings
+from runner.integrations.training_source import RecordSettings
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
