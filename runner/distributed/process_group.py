@@ -28,8 +28,6 @@ _LOST_CONNECTION = re.compile(
 class PeerLost(RunnerError):
     """Another process of the run has ended. Exit status 1."""
 
-    exit_status = 1
-
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(
             f"process {rank}: the connection to another process of the run broke ({reason}). It "

@@ -16,6 +16,8 @@ from runner.utils.errors import RunnerError
 class ForecastUnavailable(RunnerError):
     """Error: the spec does not say enough to predict a run's memory before it runs."""
 
+    exit_status = 2
+
 
 def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
     """Make a batch of random numbers in the shapes of data.meta.

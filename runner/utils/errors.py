@@ -15,7 +15,7 @@ class RunnerError(Exception):
         finished: True if the run wrote its result before the error was raised: the result stands.
     """
 
-    exit_status = 2
+    exit_status = 1
     finished = False
 
     def _render_traceback_(self) -> list[str]:
@@ -29,6 +29,8 @@ class ConfigError(RunnerError):
     Args:
         problems: the message of each problem found, one line each.
     """
+
+    exit_status = 2
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -50,6 +52,8 @@ def first_line(error: object) -> str:
 class PolicyError(RunnerError):
     """A call on a precision's Policy at the wrong time, which would compute other numbers."""
 
+    exit_status = 2
+
 
 class Unavailable(RunnerError):
     """Hardware or a package that the precision or accelerator needs is missing on this machine.
@@ -58,6 +62,8 @@ class Unavailable(RunnerError):
         what: what was asked for and why it cannot run here.
         remedy: what to install, or the nearest override that runs here.
     """
+
+    exit_status = 2
 
     def __init__(self, what: str, remedy: str) -> None:
         self.what = what
@@ -68,37 +74,26 @@ class Unavailable(RunnerError):
 class CheckpointError(RunnerError):
     """A checkpoint, or the result, that cannot be written."""
 
-    exit_status = 1
-
 
 class TrackingError(RunnerError):
     """A tracking store that rejected the run or cannot be reached."""
-
-    exit_status = 1
 
 
 class DataError(RunnerError):
     """Data that cannot be trained on: a sample, a label or a loading process failed."""
 
-    exit_status = 1
-
 
 class ModelError(RunnerError):
     """A model or loss that fails after the run has trained."""
-
-    exit_status = 1
 
 
 class HookError(RunnerError):
     """A function or callback of the user's that failed, or returned something else than numbers."""
 
-    exit_status = 1
-
 
 class Diverged(RunnerError):
     """A run that a guard stopped for its numbers, after it wrote its result."""
 
-    exit_status = 1
     finished = True
 
 

@@ -43,8 +43,6 @@ class OutOfMemory(RunnerError):
     The exit status is 1, not that of a config error: the config is right on another machine.
     """
 
-    exit_status = 1
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocator (a device's, PyTorch's for the CPU or Python's) raised it."""
