@@ -513,9 +513,8 @@ class AdviseSweeper(Sweeper):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Take what Hydra gives every sweeper."""
-        self.hydra_context = hydra_context
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(
+        self._config = config
+        self._launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
@@ -525,16 +524,13 @@ class AdviseSweeper(Sweeper):
         Args:
             arguments: overrides of the command, which are read from the config instead.
         """
-        # Set by setup, which Hydra calls first.
-        assert self.config is not None
-        assert self.launcher is not None
-        folder = Path(self.config.hydra.sweep.dir).absolute()
+        folder = Path(self._config.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         # As Hydra's own sweepers do, whose sweeps have this file.
-        OmegaConf.save(self.config, folder / "multirun.yaml")
-        request = AdviseRequest.from_config(self.config)
-        resumes = bool(self.config.hydra.callbacks.sweep.resume)
+        OmegaConf.save(self._config, folder / "multirun.yaml")
+        request = AdviseRequest.from_config(self._config)
+        resumes = bool(self._config.hydra.callbacks.sweep.resume)
         resumed = AdviseSettings.read(folder) if resumes else None
-        trials = Trials(self.launcher, folder, request.spec.advise.seconds or 0.0, resumes)
+        trials = Trials(self._launcher, folder, request.spec.advise.seconds or 0.0, resumes)
         TrialScheduler(request, trials, resumed).run()
         return None
