@@ -23,7 +23,7 @@ import yaml
 from runner.config.invocation import Invocation
 from runner.config.resolve import leaves
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.numerics.numerics_callback import NumericsCallback
+from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.integrations.steps import StepReader, StepRecords, restore_summary
 from runner.integrations.training_source import (
     RecordSettings,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from runner.diagnostics.numerics.numerics_callback import NumericsCallback
+from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.precision.gradients import finish_gradients, grad_norms, gradients_of
 from runner.tracking.history import Curve
 from runner.training.callbacks.callback import RunCallback, RunHandle, dispatch

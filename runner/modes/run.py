@@ -22,7 +22,7 @@ from runner.config.targets import build_group, check_targets, loading_problems
 from runner.data.task_target import build_task, task_problems
 from runner.diagnostics import saved_batch
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.diagnostics.numerics.numerics_callback import check_numerics
+from runner.diagnostics.numerics.probe import check_numerics
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata

@@ -17,7 +17,7 @@ from runner.data.sampling import restored_random_state
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import BatchLoader, StreamLoader, reads_of
 from runner.diagnostics.data_checks import explain_uncounted_labels
-from runner.diagnostics.numerics.numerics_callback import NumericsCallback
+from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.modes.context import RunContext
 from runner.modes.result import TIME_LIMIT
 from runner.modes.saved_run import typed_overrides

@@ -6,7 +6,7 @@ import pytest
 
 from runner.config.schema import NumericsSpec, RunSpec
 from runner.diagnostics.numerics import read
-from runner.diagnostics.numerics.numerics_callback import check_numerics
+from runner.diagnostics.numerics.probe import check_numerics
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
 from runner.distributed.strategy import Single

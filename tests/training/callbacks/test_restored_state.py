@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.checkpoint import checkpoint_file, locate
-from runner.diagnostics.numerics.numerics_callback import NumericsCallback
+from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.training.callbacks.guard import EarlyStopping, Guard
 from runner.training.callbacks.progress import NotebookProgress, ProgressBar, ProgressLines
