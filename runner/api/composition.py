@@ -15,8 +15,7 @@ from runner.cli.main import check_config_dir
 from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, quote_value, rewrite_arguments
-from runner.config.precision_keys import check_run_keys
-from runner.config.resolve import register_schema, resolve_spec
+from runner.config.resolve import check_run_keys, register_schema, resolve_spec
 from runner.config.schema import ADVISE_MODES, RunSpec
 from runner.distributed import torchrun
 from runner.utils.errors import ConfigError

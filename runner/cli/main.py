@@ -38,8 +38,7 @@ from runner.config.overrides import (
     rewrite_arguments,
     shadowed_configs,
 )
-from runner.config.precision_keys import remove_keys
-from runner.config.resolve import register_schema, resolve_spec
+from runner.config.resolve import register_schema, remove_keys, resolve_spec
 from runner.config.schema import AUTO, RUN_MODES
 from runner.distributed import torchrun
 from runner.sweeps.job_result import (

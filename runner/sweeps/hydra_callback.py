@@ -16,7 +16,7 @@ import yaml
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.config import precision_keys
+from runner.config import resolve
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS
@@ -76,7 +76,7 @@ class SweepCallback(Callback):
         try:
             for key in filter(self._is_set.get, self._is_set):
                 raise ConfigError(f"{key} is for sweeps. Type -m, or leave it out.")
-            precision_keys.check_run_keys(config)
+            resolve.check_run_keys(config)
             # Before Hydra writes its own files there.
             check_links(Path(config.hydra.run.dir))
         except ConfigError as error:
@@ -109,7 +109,7 @@ class SweepCallback(Callback):
             left_out = []
             # The advisor has its own rule for keys that only some precisions have.
             if config.hydra.sweeper.get("_target_") != ADVISE:
-                left_out = precision_keys.omitted_key_pairs(config, _needs_no_emulation)
+                left_out = resolve.omitted_key_pairs(config, _needs_no_emulation)
             # Now, so that the store exists before any job needs it.
             name = sweep_name(config)
             sweep = Sweep(folder, overrides, tracking, self._resume, left_out, name)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class SweepCallback(Callback):
             # Hydra's own launcher does not say how many jobs there are.
             if own == (_BASIC, _BASIC_SWEEPER) and not config.hydra.sweeper.params:
                 sweep.update_manifest(jobs=prod(swept_counts(overrides).values()), jobs_at_once=1)
-            for message in precision_keys.omitted_key_messages(left_out):
+            for message in resolve.omitted_key_messages(left_out):
                 print(sanitize(message), flush=True)
         except RunnerError as error:
             # Hydra would turn an Exception of a callback into a warning.
@@ -157,7 +157,7 @@ def _prepare(config: DictConfig) -> None:
         ConfigError: the command combines what does not go together.
         Unavailable: mode=advise cannot run on this machine.
     """
-    precision_keys.check_command(config, "sweep")
+    resolve.check_command(config, "sweep")
     if config.checkpoint.resume is not None:
         raise ConfigError(
             "checkpoint.resume resumes one run. Leave -m out, or type "

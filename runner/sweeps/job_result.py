@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.invocation import Invocation, given_keys, override_texts
 from runner.config.overrides import as_typed, override_key
-from runner.config.precision_keys import KEY_PREFIX
+from runner.config.resolve import KEY_PREFIX
 from runner.sweeps.manifest import Manifest
 from runner.utils.layout import MANIFEST
 from runner.utils.secrets import redact_override

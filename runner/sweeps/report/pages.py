@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from runner.config.precision_keys import omitted_key_messages
+from runner.config.resolve import omitted_key_messages
 from runner.modes.result import (
     FIXED_COLUMNS,
     METRIC_PREFIX,
