@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.distributed.process_group import ProcessGroupStrategy
+from runner.distributed.strategy import ProcessGroupStrategy
 from runner.utils.tensors import cast_gradients, narrow_parameters
 
 _NOTHING = nullcontext()

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from runner.distributed.process_group import ProcessGroupStrategy
-from runner.distributed.strategy import is_sharded
+from runner.distributed.strategy import ProcessGroupStrategy, is_sharded
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 from runner.utils.modules import repeated_blocks, select_modules
