@@ -22,8 +22,7 @@ from runner.precision.gradients import finish_gradients, grad_norms, gradients_o
 from runner.tracking.history import Curve
 from runner.training.callbacks.callback import RunCallback, RunHandle, dispatch
 from runner.training.callbacks.runner_callbacks import RunSummary
-from runner.training.record_buffer import RecordBuffer
-from runner.training.records import DeviceStepRecord, EvalRecord, Record
+from runner.training.records import DeviceStepRecord, EvalRecord, Record, RecordBuffer
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, TrackingError
 from runner.utils.formatting import now_ms

@@ -24,8 +24,7 @@ from runner.data.step_samples import ends_epoch, steps_of_epoch
 from runner.data.stream_loader import BatchLoader
 from runner.training.model_call import call_model
 from runner.training.parameter_groups import full_rate
-from runner.training.record_buffer import RecordBuffer
-from runner.training.records import EvalRecord, Record
+from runner.training.records import EvalRecord, Record, RecordBuffer
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.step import join_batch, train_step
 from runner.training.tasks.task import Task
@@ -361,7 +360,7 @@ def fit(  # noqa: PLR0913
     """Train, and yield blocks of step records as they reach the host, and evaluations.
 
     A block is yielded at each multiple of train.log_every; on a device that computes while the host
-    continues, it is yielded one interval later (see record_buffer.py). Before an evaluation, at
+    continues, it is yielded one interval later (see records.py). Before an evaluation, at
     flush_every and at the end the records reach up to state.step, also where an exception ends the
     loop.
 

@@ -2,7 +2,7 @@
 
 Nothing here reads a value on the device (`item()`, `float()`, `if tensor:`): the host would wait
 for the device in every step, and the device for the host's next launch. The values of a step stay
-on the device until record_buffer.py copies a block of them.
+on the device until RecordBuffer copies a block of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ from runner.precision.gradients import (
 )
 from runner.precision.loss_scale import HostFlag
 from runner.training.model_call import call_model
-from runner.training.records import DeviceStepRecord
-from runner.training.state import TrainState
-from runner.training.step_metrics import (
+from runner.training.records import (
     FORBIDDEN_CHARACTERS,
     STEP_METRICS,
     TERM_PREFIX,
+    DeviceStepRecord,
     measure_step,
 )
+from runner.training.state import TrainState
 from runner.training.tasks.task import labels_of
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision import registry
-from runner.training.record_buffer import HostTransfer
+from runner.training.records import HostTransfer
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.regression import Regression

@@ -9,7 +9,7 @@ from models.gpt import GPT
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
 from runner.training.model import BuiltModel
-from runner.training.record_buffer import HostTransfer
+from runner.training.records import HostTransfer
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language

@@ -19,7 +19,7 @@ from runner.tracking.reader import Reader
 from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import sqlite_path
 from runner.tracking.writer.store import Store, distinct_names, legal_name, metric_name, truncate
-from runner.training.step_metrics import legal_names
+from runner.training.records import legal_names
 from runner.utils.errors import TrackingError
 
 # MLflow's, which runs in this process here.

@@ -16,8 +16,7 @@ from runner.config.schema import TrainSpec
 from runner.data.loader import Loader
 from runner.precision import registry
 from runner.training.loop import Stagnation, accumulation_batches, evaluate, fit, total_steps
-from runner.training.record_buffer import HostTransfer
-from runner.training.records import EvalRecord
+from runner.training.records import EvalRecord, HostTransfer
 from runner.training.state import ScheduledOptimizer
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
@@ -194,7 +193,7 @@ def test_each_step_runs_in_the_context_of_its_number():
 
 
 def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
-    from runner.training import loop, record_buffer
+    from runner.training import loop, records
     from runner.training import step as step_module
 
     now = [0.0]
@@ -208,7 +207,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         return {}
 
     monkeypatch.setattr(loop, "perf_counter", clock)
-    monkeypatch.setattr(record_buffer, "perf_counter", clock)
+    monkeypatch.setattr(records, "perf_counter", clock)
     monkeypatch.setattr(step_module, "perf_counter", clock)
     monkeypatch.setattr(loop, "evaluate_sets", slow)
     assert all(s.step_ms < 100 for s in steps(run(epochs=3)[0]))
@@ -217,7 +216,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
 @pytest.mark.parametrize("is_late", [False, True], ids=["blocks at once", "blocks later"])
 def test_skipped_steps_are_counted_through_the_run(monkeypatch, is_late):
     if is_late:
-        monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
+        monkeypatch.setattr("runner.training.records.HostTransfer.is_ready", False)
     state = small_state("16-mixed", loss_scale={"init_scale": 2.0**24, "growth_interval": 3})
     records, _ = run(state, max_steps=24, log_every=5)
     found = steps(records)
@@ -429,7 +428,7 @@ def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):
     """As on a device that computes while the host continues; evaluations and the end wait."""
     _, wanted = run(max_steps=9, log_every=2, eval_every=5)
     exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
+    monkeypatch.setattr("runner.training.records.HostTransfer.is_ready", False)
     seen = []
     state = small_state("16-mixed")
     spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
@@ -453,7 +452,7 @@ class Late(HostTransfer):
 
 
 def test_waiting_for_the_device_is_a_part_of_the_steps(monkeypatch):
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer", Late)
+    monkeypatch.setattr("runner.training.records.HostTransfer", Late)
     started = perf_counter()
     records, _ = run(max_steps=4, log_every=2, eval_every=2)
     seconds = perf_counter() - started
@@ -475,7 +474,7 @@ class BreaksAt(nn.Module):
 
 @pytest.mark.parametrize("call", [2, 5, 6])
 def test_what_was_computed_before_an_exception_is_recorded(call, monkeypatch):
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
+    monkeypatch.setattr("runner.training.records.HostTransfer.is_ready", False)
     state, seen = small_state(), []
     state.model = nn.Sequential(state.model, BreaksAt(call))
     records = fit(state, loader(40), loader(5), TrainSpec(max_steps=9, log_every=2))

@@ -10,12 +10,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from runner.tracking.metric_names import METRICS
 from runner.tracking.tracker import NoTracker
-from runner.training import step_metrics
 from runner.training.callbacks.runner_callbacks import MetricLogger
-from runner.training.record_buffer import HostTransfer, RecordBuffer
+from runner.training.records import (
+    STEP_METRICS,
+    HostTransfer,
+    RecordBuffer,
+    StepMetric,
+    tracker_values,
+)
 from runner.training.state import ScheduledOptimizer
 from runner.training.step import loss_of, train_step
-from runner.training.step_metrics import StepMetric, tracker_values
 from runner.training.tasks.regression import Regression
 from runner.utils.accelerator import Accelerator
 from runner.utils.errors import ConfigError
@@ -92,7 +96,7 @@ def test_steps_may_differ_in_their_numbers_of_gradients():
 
 def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     """Also where the block arrives later."""
-    monkeypatch.setattr("runner.training.record_buffer.HostTransfer.is_ready", False)
+    monkeypatch.setattr("runner.training.records.HostTransfer.is_ready", False)
     state = small_state("32-true")
     monkeypatch.setattr(
         type(state.precision),
@@ -132,7 +136,7 @@ def test_a_metric_is_added_by_one_entry_of_the_table(monkeypatch, name):
         metric="train/largest_weight",
         measure=lambda state: state.model[0].weight.abs().max(),
     )
-    monkeypatch.setattr(step_metrics, "STEP_METRICS", (*step_metrics.STEP_METRICS, largest))
+    monkeypatch.setattr("runner.training.records.STEP_METRICS", (*STEP_METRICS, largest))
     wanted, buffer = {}, RecordBuffer(state)
     for seed in range(4):
         buffer.add(train_step(state, [regression_batch(4, seed)]))
@@ -151,7 +155,7 @@ def test_a_metric_is_added_by_one_entry_of_the_table(monkeypatch, name):
 
 
 def test_every_metric_of_the_table_has_a_description():
-    assert {entry.metric for entry in step_metrics.STEP_METRICS} <= METRICS.keys()
+    assert {entry.metric for entry in STEP_METRICS} <= METRICS.keys()
 
 
 class Sized(Regression):

@@ -1,6 +1,6 @@
 """The runner's own callbacks: log the records, add them up, save checkpoints, profile.
 
-step_metrics.py says which values of a step are logged. A block of records ends at each interval's
+records.py says which values of a step are logged. A block of records ends at each interval's
 end, so the state that is saved is the one after the block's last step.
 """
 
@@ -14,9 +14,8 @@ from torch.profiler import profile
 
 from runner.tracking.tracker import MetricRecord, Tracker
 from runner.training.callbacks.callback import RunCallback, RunHandle
-from runner.training.records import EvalRecord, StepRecord, Steps
+from runner.training.records import EvalRecord, StepRecord, Steps, legal_names, tracker_values
 from runner.training.state import TrainState
-from runner.training.step_metrics import legal_names, tracker_values
 from runner.utils.accelerator import Accelerator
 from runner.utils.tensors import MIB, tensor_bytes
 
