@@ -118,8 +118,8 @@ class RunResult:
         planned_steps: optimizer steps of the whole training.
         stopped_by: what ended the training before its last step: train.max_seconds, the setting of
             early stopping, or the reason of a callback; empty where nothing did.
-        device_type: type of the torch.device, for example cpu; empty in results that older versions
-            wrote, see is_on_cpu.
+        device_type: type of the torch.device, for example cpu; empty in results that are read from
+            a store, see is_on_cpu.
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision,
             which is trained_in.
         loss_scale: in force in the last step; None for a precision without one.
@@ -341,7 +341,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, values: object) -> "RunResult":
-        """Return a result from the content of a file, written by any version of the runner.
+        """Return a result from the content of a file.
 
         Raises:
             ValueError: the content is no result of a run.
