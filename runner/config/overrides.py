@@ -2,14 +2,19 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
+import yaml
+
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
-from runner.utils.files import check_aliases
+from runner.utils.files import check_values, read_text
 from runner.utils.layout import CONFIG
 
+YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""Loader that reads every value as text; PyYAML may be installed without libyaml."""
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 DTYPE_PRECISIONS = {
     **dict.fromkeys(("tf32", "tf-32", "tensorfloat"), ("tf32",)),
@@ -284,6 +289,22 @@ def existing_config_dir(folder: str | Path) -> Path:
         )
     check_aliases(path)
     return path
+
+
+def check_aliases(folder: Path) -> None:
+    """Refuse a folder of configs with a YAML file whose aliases unfold to more than a config.
+
+    A file that cannot be read is left to Hydra, which names it if the command needs it.
+
+    Raises:
+        ConfigError: such a file is in the folder.
+    """
+    for path in folder.rglob("*.yaml"):
+        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+            text = read_text(path)
+            # Most files have none: parsing takes ten times as long as reading.
+            if "&" in text and "*" in text:
+                check_values(yaml.load(text, YAML_LOADER), f"{path}, with its aliases unfolded,")
 
 
 def shadowed_configs(folder: Path) -> Iterator[str]:

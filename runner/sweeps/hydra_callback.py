@@ -19,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from runner.config import resolve
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
-from runner.config.overrides import SWEEP_KEYS
+from runner.config.overrides import SWEEP_KEYS, YAML_LOADER
 from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
-from runner.utils.files import YAML_LOADER, check_links, write_text
+from runner.utils.files import check_links, write_text
 from runner.utils.library_warnings import suppress_warnings
 from runner.utils.secrets import redact_values
 from runner.utils.terminal import sanitize

@@ -15,13 +15,11 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
-
-import yaml
 
 from runner.utils.errors import ConfigError
 from runner.utils.layout import WRITTEN_PLACES
@@ -33,8 +31,6 @@ MAX_CONFIG_BYTES = 2**20
 """Of a config's file, which takes PyYAML seconds."""
 _MAX_VALUES = 100_000
 """Of a config."""
-YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""Loader that reads every value as text; PyYAML may be installed without libyaml."""
 
 
 def prepare_output(path: Path) -> Path:
@@ -171,22 +167,6 @@ def check_values(content: Any, name: object = "it") -> Any:
         elif isinstance(value, list | tuple):
             found += value
     return content
-
-
-def check_aliases(folder: Path) -> None:
-    """Refuse a folder of configs with a YAML file whose aliases unfold to more than a config.
-
-    A file that cannot be read is left to Hydra, which names it if the command needs it.
-
-    Raises:
-        ConfigError: such a file is in the folder.
-    """
-    for path in folder.rglob("*.yaml"):
-        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-            text = read_text(path)
-            # Most files have none: parsing takes ten times as long as reading.
-            if "&" in text and "*" in text:
-                check_values(yaml.load(text, YAML_LOADER), f"{path}, with its aliases unfolded,")
 
 
 def unpacked_limit(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -132,6 +133,15 @@ def test_imports_of_a_library_that_reads_a_file_find_nothing_new_here(tmp_path):
         with pytest.raises(ModuleNotFoundError):
             __import__("mine")
     assert sys.path == [*before, "", "/a/library's/own"]
+
+
+@pytest.mark.parametrize("name", ["yaml", "omegaconf", "hydra", "rich"])
+def test_a_folder_named_like_a_library_is_not_imported_at_the_start(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("open('touched', 'w')")
+    command = [sys.executable, "-m", "runner", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, Path("touched").exists()) == (0, False), done.stderr
 
 
 def test_no_program_runs_an_image(tmp_path, monkeypatch):
