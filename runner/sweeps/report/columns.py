@@ -46,6 +46,7 @@ _ROW_ORDER = [
     Verdict.INDISTINGUISHABLE,
     Verdict.UNCLEAR,
     Verdict.UNJUDGED,
+    Verdict.STALLED,
     Verdict.WORSE,
 ]
 """Verdicts in the order of the rows of a table of groups."""

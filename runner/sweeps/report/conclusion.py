@@ -416,8 +416,7 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
         reason = f"in {quality} {join_names(worse)}" if worse else "no other one finished in full"
         return Answer(f"Stay with {BASELINE}: {reason}.", stay, pick=baseline)
     faster = [other for other in timed if other.speed_verdict == "faster"]
-    sound = [other for other in faster if other.has_learned and not other.has_stalled]
-    fit = [other for other in sound if other.is_as_good]
+    fit = [other for other in faster if other.has_learned and other.is_as_good]
     if faster and not fit:
         return _open_answer(_fastest(faster), ended)
     pick = _fastest(fit or timed)

@@ -31,7 +31,12 @@ from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 
 MAX_SUMMARIES = 3
 """Precisions in the conclusion; the report's list has all."""
-_NAMED_WORDS = (VERDICT_WORDS[Verdict.BETTER], VERDICT_WORDS[Verdict.WORSE], NOT_COMPARED)
+_NAMED_WORDS = (
+    VERDICT_WORDS[Verdict.BETTER],
+    VERDICT_WORDS[Verdict.STALLED],
+    VERDICT_WORDS[Verdict.WORSE],
+    NOT_COMPARED,
+)
 """Results that are rare and matter: the settings are named."""
 _BEST_NOTE = (
     "best: measurably better than every other precision of its column (t tests of the differences "

@@ -108,7 +108,7 @@ def difference_words(difference: Difference) -> tuple[str, str]:
     half_width = difference.ci_half_width
     if difference.verdict is Verdict.UNJUDGED:
         return f"{words} (one seed)", f"{value:+.2g}"
-    if difference.verdict in (Verdict.INDISTINGUISHABLE, Verdict.UNCLEAR):
+    if difference.verdict in (Verdict.INDISTINGUISHABLE, Verdict.UNCLEAR, Verdict.STALLED):
         is_identical = half_width == 0 and value == 0
         numbers = format_interval(value, half_width, "+")
         return words, "identical in every seed" if is_identical else numbers

@@ -332,7 +332,10 @@ def compare_with_baselines(
         tests = quality_tests(
             qualities, base, baseline.direction, tolerance or Tolerance(), family_size
         )
-        differences |= {id(each): test for each, test in zip(of_baseline, tests, strict=True)}
+        for each, test in zip(of_baseline, tests, strict=True):
+            if each.has_stalled and test.verdict not in (Verdict.WORSE, Verdict.UNJUDGED):
+                test = replace(test, verdict=Verdict.STALLED)
+            differences[id(each)] = test
     return [replace(each, difference=differences.get(id(each))) for each in compared]
 
 

@@ -40,10 +40,10 @@ class Verdict(StrEnum):
     UNCLEAR = "unclear"
     # Without a spread over seeds nothing is tested.
     UNJUDGED = "unjudged"
-    RECOMMENDED = "recommended"
-    BASELINE = "baseline"
     # Most weights no longer moved: a loss as good says nothing of what follows.
     STALLED = "stalled"
+    RECOMMENDED = "recommended"
+    BASELINE = "baseline"
     DIVERGED = "diverged"
     SLOW = "slow"
     FAILED = "failed"

@@ -606,6 +606,16 @@ def test_a_fast_precision_is_not_recommended_without_evidence(qualities, more, r
     assert only_answer(compare_with_baselines(jobs)).pick is None
 
 
+def test_the_table_says_that_weights_no_longer_move():
+    jobs = [*seeds("32-true", NOISY), *seeds("b", SAME, FAST, stagnant_share=0.92)]
+    table = groups_table(compare_with_baselines(jobs), None)
+    cell = dict(zip(table.head, table.rows[1], strict=True))["against 32-true"]
+    assert (cell.text, cell.tone) == ("weights no longer move", "bad")
+    # What is worse is that, whether it moves or not.
+    worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, FAST, stagnant_share=0.92)]
+    assert of(worse, "b").is_worse
+
+
 def test_what_the_user_tolerates_decides():
     jobs = [*seeds("32-true", (0.90, 0.91, 0.92)), *seeds("b", (0.905, 0.902, 0.92), FAST)]
     text = conclusion_of(*jobs, tolerance=Tolerance(max_gap=0.02))
