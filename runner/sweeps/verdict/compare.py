@@ -4,10 +4,11 @@ A `Group` holds the jobs that differ in their seeds alone; a `Comparison` sets i
 32-true group with the same other settings on the same device.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal
 
 from runner.config.messages import CPU_CASTS
@@ -329,8 +330,10 @@ def compare_with_baselines(
         assert baseline is not None
         qualities = [qualities_by_seed(each.group) for each in of_baseline]
         base = qualities_by_seed(baseline)
+        resolution = quality_resolution([each.group for each in of_baseline], baseline)
+        accepted = tolerance or Tolerance()
         tests = quality_tests(
-            qualities, base, baseline.direction, tolerance or Tolerance(), family_size
+            qualities, base, baseline.direction, accepted, family_size, resolution
         )
         for each, test in zip(of_baseline, tests, strict=True):
             if each.has_stalled and test.verdict not in (Verdict.WORSE, Verdict.UNJUDGED):
@@ -394,6 +397,27 @@ def qualities_by_seed(group: Group) -> SeedValues:
     """Return (seed, quality) of each complete job that was evaluated."""
     complete = [job for job in group.jobs if job.outcome == "finished"]
     return [(job.seed, job.metrics[job.quality]) for job in complete if job.quality in job.metrics]
+
+
+def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
+    """Return the smallest difference of a quality that counts examples; 0 for another one.
+
+    Such a quality is the same although the losses differ, or are unknown. The smallest difference
+    between two of its values is as large as the resolution or larger.
+    """
+    base = {job.seed: job.metrics for job in baseline.jobs}
+    quality = baseline.metric
+    values = {value for _, value in qualities_by_seed(baseline) if value is not None}
+    is_counted = False
+    for job in chain.from_iterable(group.jobs for group in groups):
+        value = job.metrics.get(quality)
+        others = base.get(job.seed, {})
+        if value is not None and job.outcome == "finished":
+            values.add(value)
+            has_same_loss = job.metrics.get(VAL_LOSS) == others.get(VAL_LOSS, math.nan)
+            is_counted |= value == others.get(quality) and not has_same_loss
+    steps = [after - before for before, after in pairwise(sorted(values))]
+    return min(steps, default=0.0) if is_counted else 0.0
 
 
 def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:

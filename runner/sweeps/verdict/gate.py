@@ -9,7 +9,7 @@ error, so that each look uses a smaller error rate, the same one for all looks (
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -50,7 +50,11 @@ class InterimResult:
 
 
 def look_until_decided(
-    gaps: Sequence[float], bar: float, max_seeds: int, sure_bar: float | None = None
+    gaps: Sequence[float],
+    bar: float,
+    max_seeds: int,
+    sure_bar: float | None = None,
+    resolution: float = 0.0,
 ) -> list[InterimResult]:
     """Return the looks at a precision until one of them decides; empty below MIN_SEEDS seeds.
 
@@ -63,13 +67,15 @@ def look_until_decided(
         bar: largest accepted gap.
         max_seeds: seeds after which there is no further look.
         sure_bar: the bar's lower confidence bound, where it is measured by the same seeds.
+        resolution: see MeanDifference.
     """
     sure_bar = bar if sure_bar is None else sure_bar
     error_rate = look_error_rate(max_seeds)
     looks: list[InterimResult] = []
     for count in range(MIN_SEEDS, min(len(gaps), max_seeds) + 1):
         gap = fmean(gaps[:count])
-        half_width = MeanDifference.of_pairs(gaps[:count]).half_width(error_rate)
+        mean = replace(MeanDifference.of_pairs(gaps[:count]), resolution=resolution)
+        half_width = mean.half_width(error_rate)
         decision: Decision = "undecided"
         if gap + half_width <= sure_bar:
             decision = "accepted"
@@ -213,7 +219,9 @@ def gate_verdict(advice: Advice) -> GateVerdict | None:
     looks: list[InterimResult] = []
     # The spread of the baseline is unknown below two seeds, and with it a bar in its units.
     if not math.isnan(bar):
-        looks = look_until_decided([*precision.gaps.values()], bar, settings.seeds, sure_bar)
+        gaps = [*precision.gaps.values()]
+        resolution = precision.test.resolution if precision.test else 0.0
+        looks = look_until_decided(gaps, bar, settings.seeds, sure_bar, resolution)
     decision, reason = _decide(precision, looks, bar, sure_bar)
     return GateVerdict(decision, reason, precision, looks, bar, sure_bar, advice)
 

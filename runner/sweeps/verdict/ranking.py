@@ -11,6 +11,7 @@ from runner.sweeps.verdict.compare import (
     Group,
     compare_two_groups,
     group_jobs,
+    quality_resolution,
 )
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import (
@@ -151,7 +152,12 @@ def rank_precisions(
     gaps = [_gaps(group, base_losses, settings) for group in others]
     # Too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(of_group) >= MIN_SEEDS for of_group in gaps)
-    means = [MeanDifference.of_pairs([*of_group.values()]) for of_group in gaps if of_group]
+    # What precisions are judged by may be another metric than the task's quality.
+    resolution = 0.0
+    if base and base.metric == settings.metric:
+        resolution = quality_resolution(others, base)
+    pairs = [MeanDifference.of_pairs([*of_group.values()]) for of_group in gaps if of_group]
+    means = [replace(mean, resolution=resolution) for mean in pairs]
     losses = [*base_losses.values()]
     tests = iter(non_inferiority_tests(means, losses, settings.accepted, family_size))
     verdicts = []

@@ -117,6 +117,8 @@ class MeanDifference:
         standard_error: of `value`; NaN below two.
         freedom: degrees of freedom.
         test: "paired t" over the seeds that both have (Student 1908), or "Welch" (1947) over all.
+        resolution: smallest difference of a quality that counts examples, as an accuracy does; 0
+            for a loss.
     """
 
     value: float
@@ -124,6 +126,7 @@ class MeanDifference:
     standard_error: float = math.nan
     freedom: float = 0.0
     test: str = ""
+    resolution: float = 0.0
 
     @classmethod
     def of_pairs(cls, differences: Sequence[float]) -> "MeanDifference":
@@ -154,19 +157,33 @@ class MeanDifference:
         return cls(value, n, *_welch_error(values, others), "Welch")
 
     def half_width(self, one_sided_error: float) -> float:
-        """Return the half-width of the interval of the mean; infinite below two values."""
+        """Return the half-width of the interval of the mean; infinite below two values.
+
+        Not less than the interval of what happened in none of n seeds, although its mean is
+        `resolution` times -log(one_sided_error) / n (rule of three, JAMA 249, 1983): differences of
+        0 in all of few seeds do not show that none is there.
+        """
         if self.n < 2:
             return math.inf
-        return _quantile(one_sided_error, self.freedom) * self.standard_error
+        of_none = -math.log(one_sided_error) * self.resolution / self.n
+        return max(_quantile(one_sided_error, self.freedom) * self.standard_error, of_none)
 
     def p_value(self, bound: float) -> float:
-        """Return the one-sided p value of the mean being below a bound; 1.0 for a NaN."""
+        """Return the one-sided error at which half_width() leads up to a bound; 1.0 for a NaN."""
         from scipy.stats import t
 
+        gap = bound - self.value
+        if not gap >= 0:
+            return 1.0
+        of_none = math.exp(-gap * self.n / self.resolution) if self.resolution else 0.0
         if not self.standard_error > 0:
-            return float(not self.value <= bound)
-        p_value = float(t.sf((bound - self.value) / self.standard_error, self.freedom))
-        return 1.0 if math.isnan(p_value) else p_value
+            return of_none
+        return max(float(t.sf(gap / self.standard_error, self.freedom)), of_none)
+
+    def of_more(self, seeds: int) -> "MeanDifference":
+        """Return the difference of more seeds whose mean and spread are the same."""
+        error = self.standard_error * math.sqrt(self.n / seeds)
+        return replace(self, n=seeds, standard_error=error, freedom=seeds - 1)
 
 
 @dataclass(frozen=True)
@@ -218,6 +235,7 @@ class Difference:
         seeds_needed: how many seeds would show it within tolerance, if the mean and the spreads
             stay as they are, at least MIN_SEEDS; None for more than MAX_SEEDS, or where nothing is
             missing.
+        resolution: see MeanDifference.
     """
 
     verdict: Verdict
@@ -227,6 +245,7 @@ class Difference:
     test: str = ""
     margin: float = math.nan
     seeds_needed: int | None = None
+    resolution: float = 0.0
 
 
 def quality_tests(
@@ -235,6 +254,7 @@ def quality_tests(
     direction: Literal["max", "min"],
     tolerance: Tolerance,
     family_size: int = 1,
+    resolution: float = 0.0,
 ) -> list[Difference]:
     """Test the quality of groups against their baseline's by non_inferiority_tests().
 
@@ -244,13 +264,14 @@ def quality_tests(
         direction: whether a larger ("max") or a smaller ("min") quality is better.
         tolerance: accepted difference.
         family_size: how many precisions are tested together.
+        resolution: of the quality, see MeanDifference.
     """
     sign = 1 if direction == "min" else -1
     losses = []
     for group in groups:
         mean = MeanDifference.of_groups(group, baseline)
         assert mean is not None
-        losses.append(replace(mean, value=sign * mean.value))
+        losses.append(replace(mean, value=sign * mean.value, resolution=resolution))
     tests = non_inferiority_tests(losses, _known_values(baseline), tolerance, family_size)
     return [replace(test, value=sign * test.value) for test in tests]
 
@@ -336,7 +357,8 @@ def non_inferiority_test(
         verdict = Verdict.INDISTINGUISHABLE
     else:
         needed = _seeds_needed(difference, spread, tolerance, error_rate)
-    return Difference(verdict, mean, n, half_width, difference.test, certain, needed)
+    numbers = (half_width, difference.test, certain, needed, difference.resolution)
+    return Difference(verdict, mean, n, *numbers)
 
 
 def _seeds_needed(
@@ -348,8 +370,7 @@ def _seeds_needed(
     difference of fewer than MIN_SEEDS seeds, whose spread says little, at least MIN_SEEDS.
     """
     for count in range(max(difference.n + 1, MIN_SEEDS), MAX_SEEDS + 1):
-        error = difference.standard_error * math.sqrt(difference.n / count)
-        half_width = _quantile(error_rate, count - 1) * error
+        half_width = difference.of_more(count).half_width(error_rate)
         if difference.value + half_width <= tolerance.certain_gap(spread, count):
             return count
     return MIN_SEEDS if difference.n < MIN_SEEDS else None

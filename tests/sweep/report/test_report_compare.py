@@ -606,6 +606,24 @@ def test_a_fast_precision_is_not_recommended_without_evidence(qualities, more, r
     assert only_answer(compare_with_baselines(jobs)).pick is None
 
 
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ((0.3, 0.2, 0.1), "within tolerance (identical in every seed, 3 seeds)"),
+        ((0.3, 0.2, 0.11), "may be 0.0028 worse (+0.0000 ± 0.0028, 3 seeds, tolerated 0.0016)"),
+    ],
+    ids=["all is the same", "accuracies alone are the same"],
+)
+def test_equal_accuracies_of_few_seeds_are_no_equal_trainings(losses, words):
+    """Of 357 examples, one more or less in the next seed is as likely as not."""
+    accuracies = (0.98, 0.98 - 1 / 357, 0.98 + 1 / 357)
+    jobs = []
+    for name, own, speeds in (("32-true", (0.3, 0.2, 0.1), (100.0,) * 3), ("b", losses, FAST)):
+        for job, loss in zip(seeds(name, accuracies, speeds), own, strict=True):
+            jobs.append(replace(job, metrics={**job.metrics, "val/loss": loss}))
+    assert words in conclusion_of(*jobs)
+
+
 def test_the_table_says_that_weights_no_longer_move():
     jobs = [*seeds("32-true", NOISY), *seeds("b", SAME, FAST, stagnant_share=0.92)]
     table = groups_table(compare_with_baselines(jobs), None)

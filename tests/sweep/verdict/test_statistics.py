@@ -212,6 +212,16 @@ def test_the_most_doubtful_of_several_that_passes_decides_for_the_better_ones() 
     assert verdicts(0.2, 0.04, 0.03) == [False] * 3
 
 
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_what_happens_in_no_seed_may_happen_three_times_in_their_number(seeds):
+    """What happens three times in `seeds` seeds on average happens in none of them in 5 %."""
+    mean = MeanDifference(0.0, seeds, 0.0, seeds - 1, "paired t", resolution=0.01)
+    half_width = mean.half_width(ERROR_RATE)
+    assert half_width == pytest.approx(0.03 / seeds, rel=0.002)
+    assert mean.p_value(half_width) == pytest.approx(ERROR_RATE)
+    assert mean.of_more(2 * seeds).half_width(ERROR_RATE) == pytest.approx(half_width / 2)
+
+
 def test_the_interval_is_the_one_that_the_verdict_rests_on() -> None:
     few, many = (loss_test([-0.1, 0.0, 0.1], 0.2, family_size=n) for n in (1, 6))
     assert (many.verdict, many.ci_half_width) == ("indistinguishable", few.ci_half_width)
