@@ -7,7 +7,7 @@ import atexit
 import sys
 from pathlib import Path
 
-from runner.utils.files import import_paths
+from runner.utils.files import imports_from_elsewhere
 from runner.utils.lasting_output import lasting_output
 from runner.utils.stop_signals import CommandSignals
 
@@ -20,11 +20,9 @@ def main() -> int:
     with lasting_output():
         warn_of_shadow(Path.cwd())
         # A folder beside the command may have the name of a library that this program starts with.
-        paths = [*sys.path]
-        sys.path[:] = import_paths()
-        from runner.cli.main import main as command
+        with imports_from_elsewhere():
+            from runner.cli.main import main as command
 
-        sys.path[:] = paths
         signals.status = command()
     return signals.status
 

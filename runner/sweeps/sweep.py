@@ -170,7 +170,7 @@ class Sweep:
                     break
                 time.sleep(0.05)
         self._others = OtherPrograms()
-        self._began = time.time()
+        self._newest_result = self._time_of_newest_result()
 
     def _open_parent_run(self, name: str, former: Manifest | None) -> None:
         """Open the parent run of a new sweep, or of the sweep with this former manifest."""
@@ -226,11 +226,7 @@ class Sweep:
         if status and not (self._has_begun or data.jobs):
             return self._leave_nothing(status)
         self.begin()
-        # Where other machines run the jobs, their number at once is not known.
-        busy = (
-            self._others.share() if self.manifest.jobs_at_once and self._has_new_result() else 0.0
-        )
-        busy = max(busy, self.manifest.busy)  # a resumed sweep's jobs ran in several processes
+        busy = self._busy_share()
         self.manifest = replace(self.manifest, finished=not data.is_unfinished, busy=busy)
         data = replace(data, busy=busy)
         results = data.results
@@ -279,10 +275,18 @@ class Sweep:
             return gate.exit_status
         return 2 if is_untried else 0
 
-    def _has_new_result(self) -> bool:
-        """Return whether any job has trained here since the sweep began."""
-        written = [path.stat().st_mtime for path in self.folder.glob(f"*/{RESULT}")]
-        return max(written, default=0.0) > self._began
+    def _busy_share(self) -> float:
+        """Return the largest share of the processors that other programs kept busy while any of the
+        sweep's processes ran jobs."""
+        has_run = self._time_of_newest_result() > self._newest_result
+        # Where other machines run the jobs, their number at once is not known.
+        is_known = has_run and self.manifest.jobs_at_once
+        return max(self.manifest.busy, self._others.share() if is_known else 0.0)
+
+    def _time_of_newest_result(self) -> float:
+        """Return when a job last wrote its result, in seconds by the clock of the file system."""
+        written = (path.stat().st_mtime for path in self.folder.glob(f"*/{RESULT}"))
+        return max(written, default=0.0)
 
     def _leave_nothing(self, status: int) -> int:
         """Remove the folder of a sweep that was refused before its first job; return the status."""

@@ -108,10 +108,11 @@ def _with_lists(command: Sequence[str], lists: Sequence[str], folder: Path) -> l
     for word in map(as_typed, rewrite_arguments(lists)):
         key = override_key(word)
         places = [i for i, text in enumerate(words) if override_key(text) == key]
-        seeds = {f"{result.seed}" for result in read_results(folder) if result.seed is not None}
-        if word.startswith(_SEED) and not places and len(seeds) == 1:
-            words.append(_SEED + seeds.pop())
-            places = [-1]
+        if word.startswith(_SEED) and not places:
+            seeds = {result.seed for result in read_results(folder)} - {None}
+            if len(seeds) == 1:
+                words.append(f"{_SEED}{seeds.pop()}")
+                places = [-1]
         if not places:
             raise ConfigError(
                 f"{word}: the sweep's command does not set {key}. Only its own lists may get "

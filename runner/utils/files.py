@@ -208,6 +208,18 @@ def package_file(package: str, inside: str) -> Path | None:
     return None
 
 
+@contextmanager
+def imports_from_elsewhere() -> Iterator[None]:
+    """Have imports find nothing new in the working directory, which may be a stranger's."""
+    path = [*sys.path]
+    sys.path[:] = import_paths()
+    try:
+        yield
+    finally:
+        # A library may have added a folder of its own.
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+
+
 def import_paths() -> list[str]:
     """Return sys.path without the working directory, which may be a stranger's."""
     return [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
@@ -224,14 +236,11 @@ def read_as_data() -> Iterator[None]:
     """
     changes = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ[name] for name in changes if name in os.environ}
-    path = [*sys.path]
     os.environ.update(changes)
-    sys.path[:] = import_paths()
     try:
-        yield
+        with imports_from_elsewhere():
+            yield
     finally:
-        # A library may have added a folder of its own.
-        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         for name in changes:
             del os.environ[name]
         os.environ.update(before)

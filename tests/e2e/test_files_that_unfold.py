@@ -103,6 +103,7 @@ def test_a_folder_of_configs_with_few_aliases_or_files_that_are_not_needed(main,
     for name, text in (("few", "a: &a {x: 1}\nb: {<<: *a}"), ("broken", "a: &a ]\nb: *c")):
         (tmp_path / f"configs/{name}.yaml").write_text(text)
     (tmp_path / "configs/binary.yaml").write_bytes(b"\xff & *")
+    (tmp_path / "configs/labels.yaml").write_text("# R&D *\n" + "- 1\n" * 100_001)
     assert main("--config-dir", "configs", *QUICK).rc == 0
 
 

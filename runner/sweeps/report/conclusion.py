@@ -139,8 +139,10 @@ def _is_resumable(data: SweepData, words: Sequence[str]) -> bool:
     """Return whether the sweep itself can get what an answer lacks: more seeds in its list, or
     another tolerance."""
     keys = {word.partition("=")[0] for word in words}
-    takes_seeds = not fixing_word(_command_words(data))
-    return bool(data.folder) and (keys == {"advise.max_gap"} or (takes_seeds and keys == {"seed"}))
+    command = _command_words(data)
+    is_own = bool(data.folder) and command[:3] in ([], RUNNER_COMMAND)
+    takes_seeds = not fixing_word(command)
+    return is_own and (keys == {"advise.max_gap"} or (takes_seeds and keys == {"seed"}))
 
 
 def _answer_sentence(data: SweepData, answer: Answer) -> str:
@@ -443,12 +445,10 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
     if not rival.has_learned:
         return Answer(f"{start} where nothing is learned nothing can be judged.")
     if rival.has_stalled:
-        rule = "precision.update="
-        has_rule = any(word.startswith(rule) for word in group.jobs[0].overrides)
-        words = (f"precision={BASELINE},{group.precision}", f"{rule}kahan")
+        words = (f"precision={BASELINE},{group.precision}", "precision.update=kahan")
         share = format_percent(group.stagnant_share)
         text = f"{start} the last step moved none of {share} of its weights."
-        return Answer(text) if has_rule else Answer(text, words, "to keep such updates")
+        return Answer(text, words, "to keep such updates")
     difference = rival.difference
     assert difference is not None
     quality = group.metric

@@ -141,7 +141,7 @@ def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
         tests = [
             quality_tests([values], other, direction, none, len(others))[0] for other in others
         ]
-        if all(test.verdict is Verdict.BETTER for test in tests):
+        if not candidate.has_stalled and all(test.verdict is Verdict.BETTER for test in tests):
             return candidate
     return None
 

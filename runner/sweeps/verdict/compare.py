@@ -416,8 +416,10 @@ def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
             values.add(value)
             has_same_loss = job.metrics.get(VAL_LOSS) == others.get(VAL_LOSS, math.nan)
             is_counted |= value == others.get(quality) and not has_same_loss
+    # Of equal values of the baseline nothing is known.
+    is_counted &= len({value for _, value in qualities_by_seed(baseline)}) > 1
     steps = [after - before for before, after in pairwise(sorted(values))]
-    return min(steps, default=0.0) if is_counted else 0.0
+    return min(steps) if is_counted else 0.0
 
 
 def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:

@@ -9,7 +9,7 @@ error, so that each look uses a smaller error rate, the same one for all looks (
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -74,8 +74,7 @@ def look_until_decided(
     looks: list[InterimResult] = []
     for count in range(MIN_SEEDS, min(len(gaps), max_seeds) + 1):
         gap = fmean(gaps[:count])
-        mean = replace(MeanDifference.of_pairs(gaps[:count]), resolution=resolution)
-        half_width = mean.half_width(error_rate)
+        half_width = MeanDifference.of_pairs(gaps[:count], resolution).half_width(error_rate)
         decision: Decision = "undecided"
         if gap + half_width <= sure_bar:
             decision = "accepted"

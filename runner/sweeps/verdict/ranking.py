@@ -156,8 +156,8 @@ def rank_precisions(
     resolution = 0.0
     if base and base.metric == settings.metric:
         resolution = quality_resolution(others, base)
-    pairs = [MeanDifference.of_pairs([*of_group.values()]) for of_group in gaps if of_group]
-    means = [replace(mean, resolution=resolution) for mean in pairs]
+    values = [[*of_group.values()] for of_group in gaps if of_group]
+    means = [MeanDifference.of_pairs(of_group, resolution) for of_group in values]
     losses = [*base_losses.values()]
     tests = iter(non_inferiority_tests(means, losses, settings.accepted, family_size))
     verdicts = []

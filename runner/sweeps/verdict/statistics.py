@@ -129,13 +129,14 @@ class MeanDifference:
     resolution: float = 0.0
 
     @classmethod
-    def of_pairs(cls, differences: Sequence[float]) -> "MeanDifference":
+    def of_pairs(cls, differences: Sequence[float], resolution: float = 0.0) -> "MeanDifference":
         """Return the mean of paired differences; finite, not empty."""
         n = len(differences)
         mean = fmean(differences)
         if n < 2:
             return cls(mean, n)
-        return cls(mean, n, stdev(differences) / math.sqrt(n), n - 1, "paired t")
+        error = stdev(differences) / math.sqrt(n)
+        return cls(mean, n, error, n - 1, "paired t", resolution)
 
     @classmethod
     def of_groups(cls, group: SeedValues, baseline: SeedValues) -> "MeanDifference | None":
@@ -284,9 +285,9 @@ def non_inferiority_tests(
 ) -> list[Difference]:
     """Test several precisions against their baseline by non_inferiority_test().
 
-    Within tolerance are, of those not found worse, the one with the k-th largest p value and those
-    with smaller ones, for the least k for which it is at most ERROR_RATE / k (Hochberg, Biometrika
-    75, 1988): where all are as good, each needs no more seeds than one alone.
+    Within tolerance are, of those not surely beyond it, the one with the k-th largest p value and
+    those with smaller ones, for the least k for which it is at most ERROR_RATE / k (Hochberg,
+    Biometrika 75, 1988): where all are as good, each needs no more seeds than one alone.
 
     Args:
         differences: of the losses, one for each precision.
@@ -300,8 +301,9 @@ def non_inferiority_tests(
     ]
     p_values: dict[int, float] = {}
     for index, test in enumerate(tests):
-        # What was found worse would hardly be called within tolerance, too.
-        if test.n >= MIN_SEEDS and test.verdict is not Verdict.WORSE:
+        # What is surely beyond the tolerance is not called within it by chance.
+        is_beyond = test.value - test.ci_half_width > test.margin
+        if test.n >= MIN_SEEDS and not is_beyond:
             p_values[index] = differences[index].p_value(test.margin)
     ranked = sorted(p_values.items(), key=lambda item: -item[1])
     passing = (rank for rank, (_, p) in enumerate(ranked, 1) if p <= ERROR_RATE / rank)
@@ -346,7 +348,9 @@ def non_inferiority_test(
     if n < 2:
         return Difference(Verdict.UNJUDGED, mean, n, margin=certain, seeds_needed=MIN_SEEDS)
 
-    corrected = difference.half_width(ERROR_RATE / max(family_size, 1))
+    # The resolution is at most what it is taken for, which is careful for "within tolerance" alone.
+    measured = replace(difference, resolution=0.0)
+    corrected = measured.half_width(ERROR_RATE / max(family_size, 1))
     half_width = difference.half_width(error_rate)
     verdict = Verdict.UNCLEAR
     needed = None
@@ -357,8 +361,8 @@ def non_inferiority_test(
         verdict = Verdict.INDISTINGUISHABLE
     else:
         needed = _seeds_needed(difference, spread, tolerance, error_rate)
-    numbers = (half_width, difference.test, certain, needed, difference.resolution)
-    return Difference(verdict, mean, n, *numbers)
+    test, resolution = difference.test, difference.resolution
+    return Difference(verdict, mean, n, half_width, test, certain, needed, resolution)
 
 
 def _seeds_needed(

@@ -127,7 +127,7 @@ class Guard(RunCallback):
                 yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
             self._first_loss = self._first_loss or loss
             # A larger fall in one step ends a bad start: half of the way back to it means nothing.
-            if len(self._losses) == 1 and self._first_loss > 100 * abs(loss):
+            if len(self._losses) == 1 and self._losses[0] > 100 * abs(loss):
                 self._first_loss = 100 * abs(loss)
                 self._losses.clear()
             self._losses.append(loss)

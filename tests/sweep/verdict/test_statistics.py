@@ -194,6 +194,21 @@ def test_of_three_that_are_worse_by_the_tolerance_seldom_one_is_called_within_it
     assert wrong / 400 <= ERROR_RATE + 0.02
 
 
+@pytest.mark.parametrize(("count", "seeds"), [(2, 20), (6, 20)])
+def test_so_does_a_tolerance_that_is_typed(count, seeds):
+    """A precision at the tolerance is measurably worse in half of all sweeps."""
+    draw = random.Random(0)
+    wrong = 0
+    for _ in range(1000):
+        means = []
+        for _ in range(count):
+            gaps = [draw.gauss(1, 1) for _ in range(seeds)]
+            means.append(MeanDifference.of_pairs(gaps))
+        tests = non_inferiority_tests(means, [1.0, 2.0], Tolerance(max_gap=1.0), count)
+        wrong += any(test.verdict == "indistinguishable" for test in tests)
+    assert wrong / 1000 <= ERROR_RATE + 0.015
+
+
 def test_the_most_doubtful_of_several_that_passes_decides_for_the_better_ones() -> None:
     """The p values of the mean being below the tolerance are 0.04, 0.02 and 0.01, or 0.2 in place
     of the first: the second then needs 0.05 / 2."""

@@ -198,6 +198,13 @@ def test_a_huge_first_loss_hides_no_spike(messages, step, count):
     assert f"leapt to 200 at step {count + 2}, 100 times its running median" in message
 
 
+def test_a_huge_first_loss_hides_no_spike_of_a_loss_that_falls(messages, step):
+    curve = [1e4, *(0.99**i for i in range(200)), 60.0]
+    make_guard(messages, "32-true").on_steps(losses(step, curve), None)
+    (message,) = messages
+    assert "leapt to 60 at step 202" in message
+
+
 def test_a_spike_can_stop_and_its_factor_be_chosen(messages, step):
     guard = make_guard(messages, "32-true", spike="stop", spike_factor=3.0)
     guard.on_steps(losses(step, [1.0] * MIN_SPIKE_STEPS + [4.0]), None)
