@@ -1,5 +1,5 @@
 # make run    create .venv, install what runs need, run the main job   (make run ARGS="model=vit precision=bf16-mixed")
-# make test   every promise once, about 12 minutes on two idle cores       make check   lint and types
+# make test   every promise once, about 15 minutes on two idle cores       make check   lint and types
 # make test-all   further examples, too: products, second platforms, generated cases; 45 minutes
 # make test-budget   whether a file took more than its share of the last `make test`
 # make docs   regenerate docs/ tables         make site   pages and API to search and read, in build/site
