@@ -7,7 +7,7 @@ import atexit
 import sys
 from pathlib import Path
 
-from runner.utils.files import imports_from_elsewhere
+from runner.utils.files import imports_without_working_directory
 from runner.utils.lasting_output import lasting_output
 from runner.utils.stop_signals import CommandSignals
 
@@ -19,8 +19,8 @@ def main() -> int:
     atexit.register(signals.exit_if_finished)
     with lasting_output():
         warn_of_shadow(Path.cwd())
-        # A folder beside the command may have the name of a library that this program starts with.
-        with imports_from_elsewhere():
+        # A folder in the working directory may have the name of a library that is imported here.
+        with imports_without_working_directory():
             from runner.cli.main import main as command
 
         signals.status = command()

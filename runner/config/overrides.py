@@ -13,7 +13,7 @@ from runner.utils.errors import ConfigError
 from runner.utils.files import check_values, read_text
 from runner.utils.layout import CONFIG
 
-_ALIAS = re.compile(r"(^|[\s,\[{])\*\w", re.MULTILINE)
+_ALIAS = re.compile(r"(^|[\s,\[{])\*[^\s*]", re.MULTILINE)
 YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Loader that reads every value as text; PyYAML may be installed without libyaml."""
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}

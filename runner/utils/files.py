@@ -209,7 +209,7 @@ def package_file(package: str, inside: str) -> Path | None:
 
 
 @contextmanager
-def imports_from_elsewhere() -> Iterator[None]:
+def imports_without_working_directory() -> Iterator[None]:
     """Have imports find nothing new in the working directory, which may be a stranger's."""
     path = [*sys.path]
     sys.path[:] = import_paths()
@@ -238,7 +238,7 @@ def read_as_data() -> Iterator[None]:
     before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:
-        with imports_from_elsewhere():
+        with imports_without_working_directory():
             yield
     finally:
         for name in changes:

@@ -391,6 +391,8 @@ def _unjudged_answer(others: Sequence[Comparison]) -> Answer:
     if not timed:
         return Answer(f"Stay with {BASELINE}: no other precision finished.")
     fastest = _fastest(timed)
+    if fastest.speed_verdict == "faster" and fastest.has_stalled:
+        return _open_answer(fastest, others)
     least = _least_memory_words(timed, fastest)
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
     costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")

@@ -402,8 +402,9 @@ def qualities_by_seed(group: Group) -> SeedValues:
 def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
     """Return the smallest difference of a quality that counts examples; 0 for another one.
 
-    Such a quality is the same although the losses differ, or are unknown. The smallest difference
-    between two of its values is as large as the resolution or larger.
+    A quality counts examples, as an accuracy does, if it is equal for two jobs of one seed whose
+    losses differ or are unknown. The smallest difference between two values in the sweep stands for
+    that of one example, which may be smaller.
     """
     base = {job.seed: job.metrics for job in baseline.jobs}
     quality = baseline.metric
@@ -416,7 +417,7 @@ def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
             values.add(value)
             has_same_loss = job.metrics.get(VAL_LOSS) == others.get(VAL_LOSS, math.nan)
             is_counted |= value == others.get(quality) and not has_same_loss
-    # Of equal values of the baseline nothing is known.
+    # Without two values of the baseline, the smallest difference would be that of a bad precision.
     is_counted &= len({value for _, value in qualities_by_seed(baseline)}) > 1
     steps = [after - before for before, after in pairwise(sorted(values))]
     return min(steps) if is_counted else 0.0

@@ -160,29 +160,32 @@ class MeanDifference:
     def half_width(self, one_sided_error: float) -> float:
         """Return the half-width of the interval of the mean; infinite below two values.
 
-        Not less than the interval of what happened in none of n seeds, although its mean is
-        `resolution` times -log(one_sided_error) / n (rule of three, JAMA 249, 1983): differences of
-        0 in all of few seeds do not show that none is there.
+        A quality that counts examples may be equal in all of n seeds by chance. At 5 % the mean
+        difference is then at most 3 / n examples (rule of three, JAMA 249, 1983), which is the
+        least half-width.
         """
         if self.n < 2:
             return math.inf
-        of_none = -math.log(one_sided_error) * self.resolution / self.n
-        return max(_quantile(one_sided_error, self.freedom) * self.standard_error, of_none)
+        least = -math.log(one_sided_error) * self.resolution / self.n
+        return max(_quantile(one_sided_error, self.freedom) * self.standard_error, least)
 
     def p_value(self, bound: float) -> float:
-        """Return the one-sided error at which half_width() leads up to a bound; 1.0 for a NaN."""
+        """Return the one-sided error for which the interval of half_width() ends at a bound.
+
+        1.0 for a bound below the mean, or NaN.
+        """
         from scipy.stats import t
 
         gap = bound - self.value
         if not gap >= 0:
             return 1.0
-        of_none = math.exp(-gap * self.n / self.resolution) if self.resolution else 0.0
+        least = math.exp(-gap * self.n / self.resolution) if self.resolution else 0.0
         if not self.standard_error > 0:
-            return of_none
-        return max(float(t.sf(gap / self.standard_error, self.freedom)), of_none)
+            return least
+        return max(float(t.sf(gap / self.standard_error, self.freedom)), least)
 
-    def of_more(self, seeds: int) -> "MeanDifference":
-        """Return the difference of more seeds whose mean and spread are the same."""
+    def with_seeds(self, seeds: int) -> "MeanDifference":
+        """Return the difference for another number of seeds, with the same mean and spread."""
         error = self.standard_error * math.sqrt(self.n / seeds)
         return replace(self, n=seeds, standard_error=error, freedom=seeds - 1)
 
@@ -285,9 +288,10 @@ def non_inferiority_tests(
 ) -> list[Difference]:
     """Test several precisions against their baseline by non_inferiority_test().
 
-    Within tolerance are, of those not surely beyond it, the one with the k-th largest p value and
-    those with smaller ones, for the least k for which it is at most ERROR_RATE / k (Hochberg,
-    Biometrika 75, 1988): where all are as good, each needs no more seeds than one alone.
+    The claim "within tolerance" is corrected by Hochberg's step-up test (Biometrika 75, 1988). The
+    p values are sorted, the largest first. The first one that is at most ERROR_RATE / k at place k
+    passes, and all smaller ones with it. So precisions that are all as good as the baseline need no
+    more seeds together than one of them alone.
 
     Args:
         differences: of the losses, one for each precision.
@@ -301,9 +305,9 @@ def non_inferiority_tests(
     ]
     p_values: dict[int, float] = {}
     for index, test in enumerate(tests):
-        # What is surely beyond the tolerance is not called within it by chance.
-        is_beyond = test.value - test.ci_half_width > test.margin
-        if test.n >= MIN_SEEDS and not is_beyond:
+        # A precision whose whole interval is beyond the tolerance cannot pass by chance.
+        may_pass = not test.value - test.ci_half_width > test.margin
+        if test.n >= MIN_SEEDS and may_pass:
             p_values[index] = differences[index].p_value(test.margin)
     ranked = sorted(p_values.items(), key=lambda item: -item[1])
     passing = (rank for rank, (_, p) in enumerate(ranked, 1) if p <= ERROR_RATE / rank)
@@ -348,9 +352,9 @@ def non_inferiority_test(
     if n < 2:
         return Difference(Verdict.UNJUDGED, mean, n, margin=certain, seeds_needed=MIN_SEEDS)
 
-    # The resolution is at most what it is taken for, which is careful for "within tolerance" alone.
-    measured = replace(difference, resolution=0.0)
-    corrected = measured.half_width(ERROR_RATE / max(family_size, 1))
+    # The resolution may be overestimated, and could then hide a precision that is worse.
+    continuous = replace(difference, resolution=0.0)
+    corrected = continuous.half_width(ERROR_RATE / max(family_size, 1))
     half_width = difference.half_width(error_rate)
     verdict = Verdict.UNCLEAR
     needed = None
@@ -374,7 +378,7 @@ def _seeds_needed(
     difference of fewer than MIN_SEEDS seeds, whose spread says little, at least MIN_SEEDS.
     """
     for count in range(max(difference.n + 1, MIN_SEEDS), MAX_SEEDS + 1):
-        half_width = difference.of_more(count).half_width(error_rate)
+        half_width = difference.with_seeds(count).half_width(error_rate)
         if difference.value + half_width <= tolerance.certain_gap(spread, count):
             return count
     return MIN_SEEDS if difference.n < MIN_SEEDS else None

@@ -622,9 +622,9 @@ def test_equal_accuracies_of_few_seeds_are_no_equal_trainings(losses, words):
 def test_equal_accuracies_do_not_hide_a_collapse_beside_them():
     """The only step between two of the values is the collapse itself."""
     jobs = []
-    for name, accuracy in (("32-true", 1.0), ("b", 1.0), ("c", 0.1)):
+    for name, accuracy, loss in (("32-true", 1.0, 0.1), ("b", 1.0, 0.2), ("c", 0.1, 0.3)):
         own = seeds(name, (accuracy,) * 3)
-        jobs += [replace(j, metrics={**j.metrics, "val/loss": hash(name)}) for j in own]
+        jobs += [replace(j, metrics={**j.metrics, "val/loss": loss}) for j in own]
     assert of(jobs, "c").is_worse
 
 
@@ -636,6 +636,22 @@ def test_the_table_says_that_weights_no_longer_move():
     # What is worse is that, whether it moves or not.
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, FAST, stagnant_share=0.92)]
     assert of(worse, "b").is_worse
+
+
+def test_one_seed_of_weights_that_no_longer_move_asks_for_no_more_seeds():
+    stalled = finished("b", examples_per_second=200.0, stagnant_share=0.92)
+    text = conclusion_of(finished("32-true"), stalled)
+    assert text.startswith(
+        "Stay with 32-true for now: b is 2.00 × as fast as 32-true, but the last"
+    )
+    assert "Type precision=32-true,b precision.update=kahan to keep such updates." in text
+
+
+def test_a_sweep_of_another_trainer_is_not_resumed():
+    jobs = [*seeds("32-true", (0.90, 0.91, 0.92)), *seeds("b", (0.905, 0.902, 0.92), FAST)]
+    data = SweepData([*map(Job, jobs)], ["python train.py"], folder="s")
+    assert next_command(data, data.compared) == ""
+    assert "sweep.resume" not in conclusion_text(data)
 
 
 def test_what_the_user_tolerates_decides():
