@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, f
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from runner.data.batch_layout import PositionalInputs
-from runner.precision.contract import CPU_DEVICE, Precision
+from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
 from runner.precision.layers.experts import Experts
 from runner.utils.files import os_error_reason, write_with_torch
 from runner.utils.layout import EXPORTED_MODEL
@@ -83,6 +83,7 @@ def export(
     example: Any,
     folder: Path,
     call: Forward = lambda model, inputs: model(inputs),
+    plan: ConversionPlan = NO_PLAN,
 ) -> ExportedModel:
     """Write the model as the evaluation runs it, on the CPU, for any number of rows.
 
@@ -99,6 +100,7 @@ def export(
         folder: where model.pt2 is written; made if it is missing.
         call: returns what the task takes of the output of a model for inputs of the example's
             kind.
+        plan: by which the model was converted and is called.
 
     Raises:
         ExportError: the precision replaces layers, the model cannot be run, traced, saved or
@@ -112,6 +114,8 @@ def export(
     try:
         check_layers(model, precision)
         example = _first_rows(example, _TRACED_ROWS)
+        evaluate = partial(_evaluate, precision, plan, call)
+        write = partial(_write_program, model, precision, example, path, evaluate)
         # Inputs that look like sequences: whole numbers [N, T], T from 2.
         lengths = [
             name
@@ -122,8 +126,8 @@ def export(
             # Some forwards fix the length of their sequences in ways that fail only when traced or
             # run. They are written once more, for the length of the batch.
             with suppress(Exception):
-                return _write_program(model, precision, example, path, call, lengths)
-        return _write_program(model, precision, example, path, call, [])
+                return write(lengths)
+        return write([])
     except Exception as error:
         with suppress(OSError):
             path.unlink()
@@ -153,7 +157,8 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
     # An LSTM is the only layer whose float16 kernel comes from this package: torch itself has
     # kernels for the others, which run where the program is loaded. See
     # runner.precision.emulation.cpu_kernels.
-    if precision.kernels() != "float32_accumulate":
+    device = next((parameter.device for parameter in model.parameters()), CPU_DEVICE)
+    if precision.kernels(model, device) != "float32_accumulate":
         return
     is_autocast = isinstance(precision.forward(CPU_DEVICE), torch.autocast)
     if is_autocast and any(isinstance(module, nn.LSTM) for module in model.modules()):
@@ -165,7 +170,7 @@ def _write_program(
     precision: Precision,
     example: Any,
     path: Path,
-    call: Forward,
+    evaluate: Callable[..., Any],
     lengths: list[str],
 ) -> ExportedModel:
     """Trace, save, load and compare a program; see `export`.
@@ -175,11 +180,10 @@ def _write_program(
         precision: casts the inputs and surrounds the forward.
         example: of _TRACED_ROWS rows.
         path: of the file.
-        call: returns what the task takes of the output.
+        evaluate: see _evaluate, from its device on.
         lengths: names of inputs [N, T] whose T may differ from the example's.
     """
     device = next(iter(_named_tensors(example).values())).device
-    evaluate = partial(_evaluate, precision, call)
     # Fake tensors would log a traceback of what the export's error says.
     silent = suppress_warnings(logging.ERROR)
     with _evaluation_mode(model, precision, device), silent:
@@ -204,11 +208,16 @@ def _write_program(
 
 
 def _evaluate(
-    precision: Precision, call: Forward, device: torch.device, model: nn.Module, inputs: Any
+    precision: Precision,
+    plan: ConversionPlan,
+    call: Forward,
+    device: torch.device,
+    model: nn.Module,
+    inputs: Any,
 ) -> Any:
     """Return a model's output with the casts and contexts that an evaluation puts around it."""
-    with precision.forward(device):
-        output = call(model, precision.cast(inputs))
+    with precision.forward(device, plan):
+        output = call(model, precision.cast(inputs, plan))
     # Of a library's mapping a dict of its tensors with a batch of examples: its class would have to
     # be there when the program is loaded.
     if isinstance(output, Mapping) and type(output) is not dict:

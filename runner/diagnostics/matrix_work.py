@@ -91,7 +91,7 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     # No complex tensor is narrower.
     asked.add("complex128" if precision.storage is torch.float64 else "complex64")
     # Emulated tensor cores give an LSTM's kernel its half operands in float32.
-    accumulates = precision.kernels() == "float32_accumulate"
+    accumulates = precision.kernels(probe.model, CPU_DEVICE) == "float32_accumulate"
     kept = [n for n, m in probe.model.named_modules() if isinstance(m, KeptInFloat32)]
     # In a storage of 16 bits the model declares them, as T5 does its second products.
     weights = probe.model.named_parameters() if precision.storage.itemsize == 2 else ()

@@ -123,7 +123,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
     invocation = run.invocation
     emulated = run.precision.emulated
     if emulated:  # its speed is that of the emulation, not of the precision
-        summary = summary | {"examples_per_second": None, "step_ms": None}
+        summary |= {"kernels": "emulated", "examples_per_second": None, "step_ms": None}
     if invocation.caveat:
         summary = summary | {"caveats": [invocation.caveat, *summary.get("caveats", ())]}
     return RunResult(
@@ -140,7 +140,6 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         device_type=run.device.type,
         quality=run.task.quality,
         direction=run.task.direction,
-        kernels="emulated" if emulated else run.precision.kernels(),
         seconds=seconds,
         tracking_uri=redact(getattr(run.tracker, "uri", "")) or None,
         experiment=getattr(run.tracker, "experiment", ""),

@@ -70,7 +70,7 @@ from runner.modes.saved_run import (
     typed_overrides,
 )
 from runner.precision import registry
-from runner.precision.contract import Precision
+from runner.precision.contract import ConversionPlan
 from runner.precision.conversion_report import ConversionReport
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
@@ -221,10 +221,10 @@ class _Comparison:
         if steps[0] > 1:
             # The run's own model is built once, before the reference is trained, which may take
             # long: its precision may convert no layer of it.
-            precision: Precision = build_group("precision", self._run.spec.precision)
-            precision.finds_experts = True  # no forward follows that would refuse them
             seed_all(self._run.spec.seed)
-            build_model(self._run.spec, precision, self._run.device)
+            # No forward follows that would refuse what experts there may be.
+            finding = ConversionPlan(finds_experts=True)
+            build_model(self._run.spec, self._run.precision, self._run.device, plan=finding)
         run = self._run
         reach = partial(states_before, spec, device=device, say=run.say, compiles=True)
         for reached in reach(steps, start):
@@ -284,8 +284,7 @@ class _Comparison:
         first step with those of its own seed or init.weights."""
         run = self._run
         spec = run.spec
-        # Built anew: a precision notes what it left unconverted in its model.
-        precision: Precision = build_group("precision", spec.precision)
+        precision = run.precision
         setup = TrainingSetup(spec, precision, run.task, run.device)
         seed_all(spec.seed)
         start = None

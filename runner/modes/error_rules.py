@@ -260,7 +260,7 @@ def _missing_kernels(failure: Failure) -> str:
     """Return which kernels have what this CPU's own float16 kernels lack; empty without a cause."""
     precision = failure.precision
     computes_float16 = torch.float16 in (precision.compute, precision.storage)
-    accumulates = precision.kernels() == "float32_accumulate"
+    accumulates = precision.kernels(failure.model, failure.device) == "float32_accumulate"
     if failure.device.type != "cpu" or not computes_float16 or accumulates:
         return ""
     # `auto` is named where it avoids the native kernels for this model.

@@ -29,7 +29,6 @@ from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.loop import evaluate_sets, evaluation_mode
 from runner.training.model import restore_model
-from runner.training.model_call import call_model
 from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
@@ -107,7 +106,7 @@ def evaluate_checkpoint(
     check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):
         sizes = describe_model(run, built)
-        state = build_state(run.setup, built.model)
+        state = build_state(run.setup, built.model, plan=built.plan)
         memory.begin_steps(state)
         with DtypeProbe(built.model) as probe:
             try_batch(run, state, validation)
@@ -145,16 +144,14 @@ def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
     # The last batch may hold fewer examples, which is a shape of its own. Where a stream has its
     # last batch is not known.
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
-    precision = state.precision
     with saved_forward_state(state.plain_model, state.device):
         for start in {0, last}:
             inputs, _ = next(validation.epoch(0, start * validation.batch_size))
             with (
                 evaluation_mode(state.model, state.task, state.device),
-                precision.eval_context(state.model),
-                precision.forward(state.device),
+                state.precision.eval_context(state.model),
             ):
-                call_model(state.model, precision.cast(inputs))
+                state.call(inputs)
 
 
 def _timed_evaluation(

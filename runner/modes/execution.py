@@ -20,7 +20,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.context import RunContext
 from runner.modes.training_outputs import describe_computation
 from runner.precision.casting import CastCacheWatch, fields_of, is_wider, lost_whole_number
-from runner.precision.contract import Precision
+from runner.precision.contract import ConversionPlan, Precision
 from runner.precision.conversion_proof import (
     ForwardWatch,
     adapted_layers,
@@ -79,13 +79,14 @@ def build_execution(
     """
     precision = setup.precision
     built = build_proven_model(setup, make, inputs)
+    plan = built.plan
     # As training does in its trial of a batch, see startup.watched_casts.
     if precision.compute is not precision.storage:
         with CastCacheWatch(built.model) as watch:
             _process_trial(setup, built, inputs)
-        precision.caches_casts &= not watch.rewritten
+        plan = replace(plan, caches_casts=not watch.rewritten)
     with precision.session(built.model, setup.device):
-        return built, build_state(setup, built.model, total_steps)
+        return built, build_state(setup, built.model, total_steps, plan)
 
 
 def starting_model(setup: TrainingSetup, resumed: LoadedCheckpoint | None = None) -> ModelBuilder:
@@ -138,8 +139,7 @@ def build_proven_model(
     finds are converted. For that the model is built a second time.
 
     Args:
-        setup: its precision converts the model, and its `bypassed` names the layers that stay
-            unconverted; the processes of its strategy agree on the result.
+        setup: its precision converts the model; the processes of its strategy agree on the plan.
         make: builds the model from a freshly seeded generator.
         inputs: loads the model inputs of the first batch.
         saved: a checkpoint whose precision state the model has in the forward; None for none.
@@ -147,52 +147,39 @@ def build_proven_model(
     Raises:
         ConfigError: no converted layer runs, or other layers are bypassed in the second build.
     """
-    precision = setup.precision
-    precision.finds_experts = True
-    try:
-        built = _build(setup, make, saved)
-    finally:
-        precision.finds_experts = False
-    built = _fit_wide(setup, built, inputs)
+    built = _build(setup, make, ConversionPlan(finds_experts=True), inputs, saved)
     experts = expert_layouts(built.model)
     if not (experts or _converts(built) or adapted_layers(built.model)):
         return built
     trial = _trial(setup, built, inputs)
     left_stacks = trial.left_stacks
-    _check_named_layouts(precision, trial.experts)
-    # Stacked weights that a forward had to find, or whose matrices it multiplies the other way.
-    is_corrected = any(experts[name] is not found for name, found in trial.experts.items())
-    rebuilds = is_corrected or bool(trial.bypass_reasons)
-    if None in experts.values() and not rebuilds:
-        # Without a converted layer the second build says so. Units of FSDP have made classes of
-        # those of their modules.
-        # An adapter was given none of them, though its patterns may name no other layer.
-        has_adapter = bool(setup.spec.adapter.get("_target_"))
-        rebuilds = setup.strategy.shards or has_adapter or not _converts(built)
-        if not rebuilds:
-            for module in built.model.modules():
-                if isinstance(module, Experts) and module.is_trial:
-                    restore_stacks(module)
-    if rebuilds:
-        precision.leave_unconverted(trial.bypass_reasons)
-        if trial.forward_completed:
-            precision.expert_layouts = trial.experts
+    _check_named_layouts(setup.precision, trial.experts)
+    if _needs_second_build(setup, built, trial, experts):
+        plan = ConversionPlan(
+            bypassed={**built.plan.bypassed, **trial.bypass_reasons},
+            # What a forward that failed has found of them is not all.
+            expert_layouts=trial.experts if trial.forward_completed else built.plan.expert_layouts,
+        )
         del built  # else both models would be in memory
         seed_all(setup.spec.seed)
-        built = _fit_wide(setup, _build(setup, make, saved), inputs)
+        built = _build(setup, make, plan, inputs, saved)
         trial = _trial(setup, built, inputs)
-    known = [stack for stack in expert_stacks(built.model) if not stack.module.is_trial]
-    found = {stack.name: stack.transposed for stack in known}
-    precision.expert_layouts = {**precision.expert_layouts, **found}
-    if trial.bypass_reasons:
-        raise _second_bypass(precision, trial.bypass_reasons)
+        if trial.bypass_reasons:
+            raise _second_bypass(setup.precision, built.plan.bypassed, trial.bypass_reasons)
+    for module in built.model.modules():
+        if isinstance(module, Experts) and module.is_trial and trial.forward_completed:
+            restore_stacks(module)
+    found = {stack.name: stack.transposed for stack in expert_stacks(built.model)}
+    plan = replace(built.plan, expert_layouts={**built.plan.expert_layouts, **found})
+    built = built._replace(plan=plan)
     if not trial.forward_completed:
         return built  # try_batch, which comes next, says why
     if _converts(built) and not trial.layers_run & {*trial.matrix_layers}:
         raise ConfigError(
-            f"precision={precision.name}: none of the layers that it converts runs in the model's "
-            f"forward on the first batch: {_names_text(trial.matrix_layers)}. Have the forward "
-            "call them. Type a precision without conversion, for example precision=bf16-mixed."
+            f"precision={setup.precision.name}: none of the layers that it converts runs in the "
+            f"model's forward on the first batch: {_names_text(trial.matrix_layers)}. Have the "
+            "forward call them. Type a precision without conversion, for example "
+            "precision=bf16-mixed."
         )
     idle = {row.module for row in built.report.modules if row.done} - trial.layers_run
     report = _with_fate(built.report, idle, False, NOT_RUN_REASON)
@@ -201,6 +188,29 @@ def build_proven_model(
 
 def _converts(built: BuiltModel) -> bool:
     return any(row.done for row in built.report.modules)
+
+
+def _needs_second_build(
+    setup: TrainingSetup, built: BuiltModel, trial: TrialResult, experts: Mapping[str, bool | None]
+) -> bool:
+    """Return whether the model has to be built once more, by what a trial of it has found.
+
+    Args:
+        setup: as for build_proven_model.
+        built: the model that was tried.
+        trial: its result.
+        experts: the stacked weights of the model, see conversion_proof.expert_layouts.
+    """
+    # Stacked weights that a forward had to find, or whose matrices it multiplies the other way.
+    is_corrected = any(experts[name] is not found for name, found in trial.experts.items())
+    if is_corrected or trial.bypass_reasons:
+        return True
+    # Stacks that the forward has not shown to be experts' are restored in place, except: without a
+    # converted layer the second build says so; units of FSDP have made classes of those of their
+    # modules; an adapter was given none of them, though its patterns may name no other layer.
+    has_adapter = bool(setup.spec.adapter.get("_target_"))
+    is_restorable = not setup.strategy.shards and not has_adapter and _converts(built)
+    return None in experts.values() and not is_restorable
 
 
 def _with_fate(report: ConversionReport, names: set[str], done: bool, why: str) -> ConversionReport:
@@ -218,15 +228,22 @@ def _with_left_stacks(report: ConversionReport, left: Mapping[str, str]) -> Conv
     return report
 
 
-def _build(setup: TrainingSetup, make: ModelBuilder, saved: LoadedCheckpoint | None) -> BuiltModel:
+def _build(
+    setup: TrainingSetup,
+    make: ModelBuilder,
+    plan: ConversionPlan,
+    inputs: Callable[[], Any],
+    saved: LoadedCheckpoint | None,
+) -> BuiltModel:
+    """Build a model by a plan, and find which of its inputs stay wide; see build_proven_model."""
     if setup.strategy.shards:
-        built = build_sharded_model(make, setup.precision, setup.strategy, setup.device)
+        built = build_sharded_model(make, plan, setup.precision, setup.strategy, setup.device)
     else:
-        built = make(setup.device, None)
+        built = make(setup.device, plan=plan)
     # Once shards have their values: on the meta device nothing could be restored.
     if saved is not None:
         restore_precision_state(built.model, setup.precision, saved)
-    return built
+    return _fit_wide(setup, built, inputs)
 
 
 def _names_text(names: Iterable[str]) -> str:
@@ -259,10 +276,13 @@ def _check_named_layouts(precision: Precision, found: Mapping[str, bool]) -> Non
             )
 
 
-def _second_bypass(precision: Precision, reasons: Mapping[str, str]) -> ConfigError:
-    """Return the error for layers of a second build that count as not converted, by name."""
-    ignored = ",".join(sorted({*precision.bypassed, *reasons}))
-    left = _names_text(precision.bypassed)
+def _second_bypass(
+    precision: Precision, bypassed: Mapping[str, str], reasons: Mapping[str, str]
+) -> ConfigError:
+    """Return the error for layers of a second build that count as not converted, by name, beside
+    those that were bypassed in the first one."""
+    ignored = ",".join(sorted({*bypassed, *reasons}))
+    left = _names_text(bypassed)
     where = f" That shows only where {left} are left as they were." * bool(left)
     return ConfigError(
         f"precision={precision.name}: {_reasons_text(reasons)}.{where} Type "
@@ -304,7 +324,7 @@ def _process_trial(
     completed = False
     with saved_forward_state(model, setup.device):
         try:
-            first = precision.cast(inputs())
+            first = precision.cast(inputs(), built.plan)
             # In evaluation mode, so that no statistics of the first batch get into the model.
             model.eval()
             if trains:
@@ -314,7 +334,7 @@ def _process_trial(
                 precision.session(model, setup.device),
                 precision.eval_context(model),
                 torch.compiler.set_stance("force_eager"),  # compiled code runs past the watch
-                precision.forward(setup.device),
+                precision.forward(setup.device, built.plan),
                 watch,
             ):
                 call_model(model, first)
@@ -348,31 +368,35 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
         dtypes = {leaf.dtype for leaf in tree_leaves(value) if is_wider(leaf, storage)}
         if dtypes:
             wide[key] = torch.float64 if torch.float64 in dtypes else torch.float32
-    precision.wide_inputs = wide
-    first = precision.cast(batch)
-    contexts = precision.forward(setup.device), precision.backward(setup.device)
-    trial = WideTrial(built.model, storage, contexts)
+    makes_float32 = storage.itemsize == 2 and not precision.has_autocast
+    plan = replace(built.plan, wide_inputs=wide, makes_float32=makes_float32)
+    tried = built._replace(plan=plan)
+    first = precision.cast(batch, plan)
+    trial = WideTrial(built.model, storage, makes_float32)
     for key, value in fields_of(first).items():
         trial.add(value, {("input ", key)})
     # In training mode, too, in which alone a forward may make tensors without a dtype.
-    modes = (False, True) if trial.contexts else (False,)
+    modes = (False, True) if makes_float32 else (False,)
 
     def completes(values: Any) -> bool:
-        tried = [_process_trial(setup, built, lambda: values, m).forward_completed for m in modes]
-        return setup.strategy.broadcast_object(all(tried))
+        results = [_process_trial(setup, tried, lambda: values, mode) for mode in modes]
+        completed = all(result.forward_completed for result in results)
+        return setup.strategy.broadcast_object(completed)
 
     with trial:
-        if trial.found or trial.contexts:
+        if trial.found or makes_float32:
             completes(first)
     found = setup.strategy.broadcast_object(trial.found - trial.refused)
     # An autograd.Function, say, hides its operations from the trial: what is found is proven.
     for taken in (found, set[Any]()):
-        precision.wide_inputs = {k: dtype for k, dtype in wide.items() if ("input ", k) in taken}
+        kept = {key: dtype for key, dtype in wide.items() if ("input ", key) in taken}
+        plan = replace(built.plan, wide_inputs=kept, makes_float32=DEFAULT_DTYPE in taken)
+        tried = built._replace(plan=plan)
         trial.leave(taken)
         if not taken or completes(batch):
             break
     narrow = dtype_name(storage)
-    rounded = {*wide} - {*precision.wide_inputs, label} if storage.itemsize == 2 else set()
+    rounded = {*wide} - {*tried.plan.wide_inputs, label} if storage.itemsize == 2 else set()
     lost = {key: lost_whole_number(fields[key], storage) for key in sorted(rounded, key=str)}
     lines = [*_lost_number_lines(precision, lost, trial.indices)]
     cast = {o for o in trial.found - taken if o[0] == "" or o[1] == label}
@@ -385,7 +409,7 @@ def _fit_wide(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
     )
     has_losses = bool(trial.losing) and DEFAULT_DTYPE not in taken
     lines += [stays] * bool(taken) + [becomes] * bool(cast) + [warning] * has_losses
-    return built._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
+    return tried._replace(report=replace(built.report, kept=(*built.report.kept, *lines)))
 
 
 def _lost_number_lines(

@@ -17,7 +17,7 @@ from runner.diagnostics.memory.forecast import (
     peak_forecast,
 )
 from runner.modes.context import RunContext
-from runner.precision.contract import Precision
+from runner.precision.contract import ConversionPlan, Precision
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.precision.weight_updates import UpdateRule
 from runner.training.compile import check_compile_options
@@ -49,14 +49,14 @@ def plan(run: RunContext) -> None:
     device = run.accelerator.device
     seed_all(spec.seed)
     start = read_initial_weights(spec)
-    find_experts(spec, precision, device)
-    built = build_on_meta(partial(build_model, spec, precision, start=start))
+    found = find_experts(spec, precision, device)
+    built = build_on_meta(partial(build_model, spec, precision, start=start), found)
     model = built.model
     report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse
     check_compile_options(spec, precision, device, model)
     table = Table(title=f"plan: {run.label}", title_justify="left", show_header=False)
-    rows = _overview(run, built) | _peak_rows(spec, precision, device)
+    rows = _overview(run, built) | _peak_rows(spec, precision, device, found)
     for name, text in rows.items():
         table.add_row(name, text)
     run.console.print(table)
@@ -104,11 +104,13 @@ def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:
     }
 
 
-def _peak_rows(spec: RunSpec, precision: Precision, device: torch.device) -> dict[str, str]:
+def _peak_rows(
+    spec: RunSpec, precision: Precision, device: torch.device, found: ConversionPlan
+) -> dict[str, str]:
     """Return the table's rows on the memory of a step and the largest batch that fits."""
     batch_size = spec.train.batch_size
     try:
-        forecast = peak_forecast(spec, precision, device)
+        forecast = peak_forecast(spec, precision, device, found)
         peak = forecast(batch_size)
         free = free_memory(device)
         largest = largest_fitting_batch(forecast, batch_size, USABLE_MEMORY_SHARE * free)

@@ -327,7 +327,7 @@ def try_batch(
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        with _trial(run, state), watched_casts(run, model):
+        with _trial(run, state), watched_casts(run, state):
             loss = loss_of(state, inputs, target)
             if outputs and isinstance(loss, Tensor):
                 check_totals(state, outputs[-1], target)
@@ -375,13 +375,13 @@ def _trial(run: RunContext, state: TrainState) -> Iterator[None]:
 
 
 @contextmanager
-def watched_casts(run: RunContext, model: nn.Module) -> Iterator[None]:
+def watched_casts(run: RunContext, state: TrainState) -> Iterator[None]:
     """Return a context around a forward, after which weights that change within one are cast at
     each use; see CastCacheWatch."""
-    with CastCacheWatch(model) as watch:
+    with CastCacheWatch(state.plain_model) as watch:
         yield
-    if watch.rewritten and run.precision.caches_casts:
-        run.precision.caches_casts = False
+    if watch.rewritten and state.plan.caches_casts:
+        state.cast_at_each_use()
         run.say(
             f"the forward changes {first_names([*watch.rewritten], 4)} between two uses: autocast "
             "casts weights at each use, without its cache"
@@ -460,7 +460,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     for line in built.report.lines():
         run.say(line)
     tags = built.report.tags()
-    kernels = run.precision.kernels()
+    kernels = run.precision.kernels(built.model, run.device)
     if kernels:
         tags["cpu_float16"] = kernels
     if run.precision.emulated:
@@ -475,7 +475,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     # Only a training says it: in an evaluation nothing trains anyway.
     if trains and trainable < every:
         tags["trainable"] = f"{trainable}/{every}"
-        print_trainable(run, trainable, every)
+        print_trainable(run, trainable, every, built.plan.bypassed)
     run.tracker.tags(tags)
     run.save_json("conversion.json", built.report.to_list())
     # Step 0: before anything trains.
@@ -486,6 +486,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         "converted": tags.get("converted", ""),
         "converted_weights": tags.get("converted_weights", ""),
         "fused_rounding": rounding,
+        "kernels": kernels,
         "trains": trainable / every if every and trains else None,
     }
 
@@ -533,17 +534,19 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
             run.say(line)
 
 
-def print_trainable(run: RunContext, trainable: int, every: int) -> None:
+def print_trainable(
+    run: RunContext, trainable: int, every: int, bypassed: Mapping[str, str]
+) -> None:
     """Print how many parameters train, and warn of frozen weights that are probably a mistake.
 
     Args:
         run: the run.
         trainable: elements of the parameters that train.
         every: elements of all parameters.
+        bypassed: modules that the conversion and the adapter leave as they are, and why.
     """
     run.say(f"{trainable:,} of {every:,} parameters train ({format_percent(trainable / every)})")
     has_adapter = bool(run.spec.adapter.get("_target_"))
-    bypassed = run.precision.bypassed
     if has_adapter and bypassed:
         reason = next(iter(bypassed.values()))
         run.say(f"the adapter leaves {first_names([*bypassed], 4)} out: {reason}")

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.data.batch_layout import KeywordInputs
 from runner.modes.context import RunContext
-from runner.training.model_call import call_model
 from runner.training.state import TrainState
 from runner.training.step import examples_in, loss_of, split_loss
 from runner.training.tasks.task import labels_of
@@ -86,7 +85,7 @@ def check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> No
     size = examples_in(batch)
     # All processes call the model, also one with an only example.
     half = tree_map(partial(_cut, size=size, part=slice(max(1, size // 2))), batch)
-    part = _forward(state, half[0])
+    part = state.call(half[0])
     for whole, own in zip(tree_leaves(output), tree_leaves(part), strict=False):
         are_tensors = isinstance(whole, Tensor) and isinstance(own, Tensor)
         if are_tensors and whole.shape[1:] != own.shape[1:]:
@@ -94,11 +93,6 @@ def check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> No
                 f"task.whole_batch: the model returns {list(whole.shape)}, which compares the "
                 "examples of one process. Compare them in the task's loss, not in the model."
             )
-
-
-def _forward(state: TrainState, inputs: Any) -> Any:
-    with state.precision.forward(state.device):
-        return call_model(state.model, state.precision.cast(inputs))
 
 
 def packing_lines(state: TrainState, inputs: Any, output: Any) -> Iterator[str]:
@@ -120,7 +114,7 @@ def packing_lines(state: TrainState, inputs: Any, output: Any) -> Iterator[str]:
     changed = tokens.clone()
     high = tokens.max()
     changed[:, 0] = torch.where(tokens[:, 0] == high, tokens.min(), high)
-    other = _forward(state, KeywordInputs({**inputs, "input_ids": changed}))
+    other = state.call(KeywordInputs({**inputs, "input_ids": changed}))
     before, after = (getattr(each, "logits", each) for each in (output, other))
     is_later = (positions == 0).cumsum(1) > 1
     if not (isinstance(before, Tensor) and before.shape[:2] == tokens.shape and is_later.any()):

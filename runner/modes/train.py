@@ -90,7 +90,7 @@ def train(
         with run.signals.interruptible():
             sizes = describe_model(run, built)
             steps = total_steps(spec.train, loaders.train)
-            state = build_state(run.setup, built.model, steps)
+            state = build_state(run.setup, built.model, steps, built.plan)
             check_strategy(state, spec.train)
             describe_optimizers(run, state, steps)
             if not run.strategy.rank.is_main:
@@ -307,7 +307,7 @@ def _step_contexts(
     @contextmanager
     def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
-        casts = _UNMEASURED if compiles else watched_casts(run, state.plain_model)
+        casts = _UNMEASURED if compiles else watched_casts(run, state)
         scaled = state.scale.value is not None and not compiles
         hooks = watch_gradient_calls(run.say) if scaled else _UNMEASURED
         given = _refuse_gradients_of_original()

@@ -143,7 +143,6 @@ class TrainingErrors:
         """Return why the loss has no gradient: found by one more forward, module by module, which
         changes nothing."""
         state = self.state
-        precision = state.precision
         model = state.plain_model
         inputs, _ = next(next(iter(self.evaluated.values())).epoch(0))
         without_grad: list[str] = []
@@ -159,11 +158,11 @@ class TrainingErrors:
             ModuleTape() as tape,
             evaluation_mode(state.model, state.task, state.device),
             torch.enable_grad(),
-            precision.forward(state.device),
+            state.forward_context(),
         ):
             for name, module in model.named_modules():
                 tape.watch_calls(name, module, end=note)
-            output = call_model(model, precision.cast(inputs))
+            output = call_model(model, state.cast(inputs))
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         start = "The loss has no gradient, so nothing can train."
         if _requires_grad(output):

@@ -267,7 +267,10 @@ def _export(run: RunContext, state: TrainState, inputs: Any) -> ExportedModel:
         return task.select(output) if isinstance(task, TensorTask) else output
 
     inputs = taken_inputs(state.plain_model, inputs)
-    write = partial(export, state.plain_model, run.precision, folder=run.out / "model", call=call)
+    folder = run.out / "model"
+    write = partial(
+        export, state.plain_model, run.precision, folder=folder, call=call, plan=state.plan
+    )
     if isinstance(task, ModelLoss) and isinstance(inputs, KeywordInputs):
         # Who asks a model for its outputs has no labels; a model that cannot run without them is
         # exported with them.

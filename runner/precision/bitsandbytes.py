@@ -26,7 +26,7 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @final
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class BitsandbytesPrecision(ConvertingPrecision):
     """Quantised weights in every nn.Linear and Conv1D; the rest keeps its dtype, under autocast.
 
@@ -80,15 +80,14 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "precision=bnb-int8, or leave it out."
             )
         options.refuse(problems + options.product_problems(self))
-        self.compute = options.DTYPES[self.compute_dtype]
+        self._derive(compute=options.DTYPES[self.compute_dtype])
         # In every other mode the packed weights are all that is stored.
         if self.mode != "int8-training":
-            self.freezes = True
-            self.layout = f"bnb-{self.mode}"
             bits = EIGHT_BITS_ROUNDOFF if self._is_int8 else FOUR_BITS_ROUNDOFF
-            self.operand_roundoffs = (bits, unit_roundoff(self.compute))
+            roundoffs = (bits, unit_roundoff(self.compute))
+            self._derive(freezes=True, layout=f"bnb-{self.mode}", operand_roundoffs=roundoffs)
         if self._is_int8:
-            self.layers_compute_in = "int8"
+            self._derive(layers_compute_in="int8")
 
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.

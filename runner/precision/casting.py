@@ -304,3 +304,9 @@ class DefaultDtype:
 
     def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self.previous.pop())
+
+
+@cache
+def default_dtype(dtype: torch.dtype) -> DefaultDtype:
+    """Return the context that sets torch's default dtype, one object for each dtype."""
+    return DefaultDtype(dtype)

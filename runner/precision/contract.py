@@ -5,19 +5,19 @@ or in the user's own --config-dir; the contract test, `doctor`, mode=advise and 
 from there. No other module looks at a precision's name: what messages, lists and the advisor need
 is a member here, with a default that follows from the dtypes.
 
-How to add one: make a dataclass whose fields are the keys of its yaml, and whose __post_init__
-refuses values that are not allowed (`options.refuse`) and sets storage, compute and what else
-differs from the defaults here. A precision that computes by autocast is like MixedPrecision; one
-that replaces linear layers is a ConvertingPrecision, like Float8Precision: it says which layers it
-cannot hold (find_obstacle) and replaces one (convert_layer).
+How to add one: make a frozen dataclass whose fields are the keys of its yaml, and whose
+__post_init__ refuses values that are not allowed (`options.refuse`) and derives storage, compute
+and what else differs from the defaults here (`_derive`). A precision that computes by autocast is
+like MixedPrecision; one that replaces linear layers is a ConvertingPrecision, like
+Float8Precision: it says which layers it cannot hold (find_obstacle) and replaces one
+(convert_layer).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest
+from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
@@ -45,6 +45,7 @@ from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
+_NO_CONTEXT = nullcontext()
 
 
 class ComputeFormat(NamedTuple):
@@ -65,8 +66,36 @@ class ComputeFormat(NamedTuple):
 FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What forwards of a model have found out, by which the model is converted and called.
+
+    Attributes:
+        bypassed: modules that the conversion skips, by dotted name, and why: the model does not
+            call their forward.
+        expert_layouts: dotted names of the stacked weights of experts, and whether each is
+            transposed.
+        finds_experts: a forward follows the conversion that finds further ones.
+        wide_inputs: dtypes of the model's inputs that are exceptions from the rule of
+            `Precision.cast`, by key or position: labels, and what a trial forward takes so.
+        caches_casts: autocast casts a weight once in a forward, not at each use.
+        makes_float32: tensors that a forward makes without a dtype are float32, and not in the
+            storage dtype.
+    """
+
+    bypassed: Mapping[str, str] = field(default_factory=dict)
+    expert_layouts: Mapping[str, bool] = field(default_factory=dict)
+    finds_experts: bool = False
+    wide_inputs: Mapping[str | int, torch.dtype] = field(default_factory=dict)
+    caches_casts: bool = True
+    makes_float32: bool = False
+
+
+NO_PLAN = ConversionPlan()
+
+
 class Precision(ABC):
-    """One numerical precision.
+    """One numerical precision: a value that nothing changes once it is built.
 
     Attributes:
         name: label of the run, which is the name of its yaml.
@@ -85,13 +114,6 @@ class Precision(ABC):
             they can.
         no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
             backward, with what to type; empty where it can.
-        bypassed: modules that a conversion skips because the model does not call their forward:
-            the reason, by dotted name.
-        expert_layouts: dotted names of the stacked weights of experts that a forward has found, and
-            whether each is transposed.
-        finds_experts: the conversion is followed by a forward that finds further ones.
-        wide_inputs: dtypes of the model's inputs that are exceptions from the rule of `cast`, by
-            key or position: labels, and what a trial forward found, see runner.modes.execution.
         float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
             products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
             settings of products.
@@ -100,7 +122,6 @@ class Precision(ABC):
             precision.
         operand_roundoffs: the unit roundoffs of a converted layer's operands and of its output
             gradients, up to which mode=diff takes differences for rounding.
-        caches_casts: autocast casts a weight once in a forward, not at each use.
         emulates_products: on a CPU, products are computed as tensor cores compute them.
     """
 
@@ -117,19 +138,21 @@ class Precision(ABC):
     emulated: bool = False
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
-    bypassed: Mapping[str, str] = MappingProxyType({})
-    expert_layouts: Mapping[str, bool] = MappingProxyType({})
-    finds_experts: bool = False
-    wide_inputs: Mapping[str | int, torch.dtype] = MappingProxyType({})
     float32_matmul: str = ""
     cpu_float16: KernelChoice = "auto"
     reduced_precision_reduction: bool = False
     emulates_products: bool = False
     operand_roundoffs: tuple[float, float] = FP8_ROUNDOFFS
-    caches_casts: bool = True
-    _kernels: str = ""
-    # One object: forward and backward enter it once per micro-batch.
-    _plain_context: AbstractContextManager[Any] = nullcontext()
+
+    def _derive(self, **values: Any) -> None:
+        """Set attributes that follow from the fields, while __post_init__ builds the value."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def substitute(self, device: torch.device) -> "Precision":
+        """Return the precision that runs in this one's place on the device: itself, unless a key
+        allows another one."""
+        return self
 
     def require(self, device: torch.device) -> None:
         """Raise Unavailable, with what is missing and the remedy, where the precision cannot run
@@ -154,18 +177,18 @@ class Precision(ABC):
             yield
             return
         wanted = wanted_switches(self, model, device)
-        self._kernels = wanted.kernels
         with open_session(Session(self.name, wanted, switched(wanted, model))):
             yield
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
+        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
     ) -> tuple[nn.Module, ConversionReport]:
         """Return the model in this precision and a row per module that a conversion looked at.
 
         Args:
             model: changed in place, before its optimizer exists; on the device where it was built.
             device: where it will run; converted layers are made there.
+            plan: what forwards have found out about the model.
 
         Raises:
             ConfigError: a pattern matches nothing, or a module cannot be converted.
@@ -176,34 +199,47 @@ class Precision(ABC):
         cast_floats(model, self.storage, {**own_dtypes, **dict.fromkeys(kept, torch.float32)})
         return model, ConversionReport(kept=lines)
 
-    def leave_unconverted(self, reasons: Mapping[str, str]) -> None:
-        """Skip further modules, by dotted name and with the reason, in later conversions."""
-        self.bypassed = {**self.bypassed, **reasons}
-
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ConfigError for an optimizer that cannot work in this precision."""
 
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return the context around the model's forward; reusable, entered once per micro-batch."""
-        if not self.has_autocast:
-            return self._plain_context
-        return autocast(device.type, self.compute, self.caches_casts)
+    def forward(
+        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+    ) -> AbstractContextManager[Any]:
+        """Return the context around the model's forward; reusable, entered once per micro-batch.
 
-    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+        Args:
+            device: where the model computes.
+            plan: by which the model is called.
+        """
+        if self.has_autocast:
+            return autocast(device.type, self.compute, plan.caches_casts)
+        return self._default_dtype(plan)
+
+    def backward(
+        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+    ) -> AbstractContextManager[Any]:
         """Return the context around the backward; reusable, entered once per micro-batch.
 
         A model's own activation checkpointing recomputes forwards there. It needs no autocast:
         torch.utils.checkpoint restores that by itself.
         """
-        return self._plain_context
+        return self._default_dtype(plan)
 
-    def cast(self, inputs: Any) -> Any:
-        """Return a batch's model inputs, a nest of tensors, in the dtypes that the model needs.
+    def _default_dtype(self, plan: ConversionPlan) -> AbstractContextManager[Any]:
+        """Return the context in which tensors that are made without a dtype get the storage dtype;
+        torch's default is float32."""
+        if self.has_autocast or plan.makes_float32 or self.storage is torch.float32:
+            return _NO_CONTEXT
+        return default_dtype(self.storage)
 
-        That is the storage dtype, from which autocast casts by itself, and for the fields of
-        wide_inputs theirs.
+    def cast(self, inputs: Any, plan: ConversionPlan = NO_PLAN) -> Any:
+        """Return a batch's model inputs in the dtypes that the model needs.
+
+        Args:
+            inputs: a nest of tensors, which get the storage dtype; autocast casts from it.
+            plan: names the fields that get another dtype.
         """
-        return cast_fields(inputs, self.storage, self.wide_inputs)
+        return cast_fields(inputs, self.storage, plan.wide_inputs)
 
     def cast_target(self, target: Any) -> Any:
         """Return a target for a loss in the precision (autocast_loss), a nest of tensors."""
@@ -236,9 +272,10 @@ class Precision(ABC):
         """Return scalars on the device to log at the log interval, by metric name."""
         return {}
 
-    def kernels(self) -> str:
-        """Return which kernels ran (a tag of the run); empty where there is no choice."""
-        return self._kernels
+    def kernels(self, model: nn.Module, device: torch.device) -> str:
+        """Return which kernels compute a model's half precision in a session; empty where there is
+        no choice."""
+        return wanted_switches(self, model, device).kernels if self.float32_matmul else ""
 
     @property
     def storage_format(self) -> str:
@@ -369,7 +406,7 @@ class ConvertingPrecision(Precision):
         return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
+        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
@@ -381,11 +418,11 @@ class ConvertingPrecision(Precision):
             self.find_obstacle,
             # A packed weight is a new object.
             new_weights=self.freezes,
-            bypassed=self.bypassed,
+            bypassed=plan.bypassed,
             skips_shared=self.skips_shared,
             kept=own_dtypes,
-            experts={**named_experts(model, self.experts), **self.expert_layouts},
-            finds_experts=self.finds_experts,
+            experts={**named_experts(model, self.experts), **plan.expert_layouts},
+            finds_experts=plan.finds_experts,
         )
         wide = kept | find_routers(model, rules)
         report = self.convert_layers(model, rules, device)

@@ -56,7 +56,7 @@ class ConversionRules:
         find_obstacle: returns why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
-        bypassed: reasons to skip modules, by dotted name; see Precision.bypassed.
+        bypassed: reasons to skip modules, by dotted name; see ConversionPlan.bypassed.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
         kept: names of the parameters and buffers that keep their dtype.
         experts: dotted names of stacked weights, and whether each is transposed, beside those that

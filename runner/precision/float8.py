@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision import options
-from runner.precision.casting import DefaultDtype, autocast_input
+from runner.precision.casting import autocast_input
 from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import change_class, layer_class, replace_in_place
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
@@ -35,7 +35,7 @@ MXFP8_MULTIPLE = 32  # numbers that share a scale, along any dimension that a pr
 
 
 @final
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Float8Precision(ConvertingPrecision):
     """torchao's FP8 products for nn.Linear and Conv1D, bfloat16 elsewhere.
 
@@ -92,14 +92,20 @@ class Float8Precision(ConvertingPrecision):
                 f"precision.min_features={self.min_features} must be a whole number from 1."
             )
         options.refuse(problems + options.product_problems(self))
-        self.storage = options.DTYPES[self.weights]
-        self.compute = torch.bfloat16
-        # torchao emulates its products itself, and the others are native.
-        self.emulated = self.emulate
-        self._is_mx = self.recipe.startswith("mxfp8")
-        self._multiple = MXFP8_MULTIPLE if self._is_mx else SCALED_MM_MULTIPLE
-        if not self.has_autocast:
-            self._plain_context = DefaultDtype(self.storage)
+        self._derive(
+            storage=options.DTYPES[self.weights],
+            compute=torch.bfloat16,
+            # torchao emulates its products itself, and the others are native.
+            emulated=self.emulate,
+        )
+
+    @property
+    def _is_mx(self) -> bool:
+        return self.recipe.startswith("mxfp8")
+
+    @property
+    def _multiple(self) -> int:
+        return MXFP8_MULTIPLE if self._is_mx else SCALED_MM_MULTIPLE
 
     def require(self, device: torch.device) -> None:
         where_and_why = ""

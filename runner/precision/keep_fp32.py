@@ -89,11 +89,9 @@ class WideTrial(TorchFunctionMode):
     Args:
         model: converted; its parts built in float64 and its kept modules' outputs are tried.
         storage: dtype of the precision.
-        contexts: of forward and backward; where they make 16 bits the default dtype, tensors made
-            without a dtype are tried in float32.
+        makes_float32: tensors made without a dtype are tried in float32, see ConversionPlan.
 
     Attributes:
-        contexts: those that make 16 bits the default dtype.
         parts: the parameters and buffers that the model built in float64, by name.
         found: the origins of wide values.
         refused: those with which an operation failed.
@@ -102,11 +100,11 @@ class WideTrial(TorchFunctionMode):
             16 bits.
     """
 
-    def __init__(self, model: nn.Module, storage: torch.dtype, contexts: Collection[Any]) -> None:
+    def __init__(self, model: nn.Module, storage: torch.dtype, makes_float32: bool) -> None:
         super().__init__()
         is_half = storage.itemsize == 2
         self._storage = storage
-        self.contexts = [c for c in contexts if is_half and isinstance(c, DefaultDtype)]
+        self._makes_float32 = makes_float32
         named = [(name or ROOT, module) for name, module in model.named_modules()]
         self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
         self.parts = {} if storage is torch.float64 else double_parts(model)
@@ -117,8 +115,6 @@ class WideTrial(TorchFunctionMode):
         self._tape = ModuleTape()
         for name, module in named:
             self._tape.watch_calls(name, module, end=self._note_outputs)
-        for context in self.contexts:
-            context.dtype = torch.float32
         for kept in self._kept.values():
             kept._surroundings = torch.float32
         for name, part in self.parts.items():
@@ -134,8 +130,6 @@ class WideTrial(TorchFunctionMode):
     def leave(self, taken: Collection[Any]) -> None:
         """End the trial; leave wide what these origins name of the model's, and cast the rest."""
         self._tape.close()
-        for context in self.contexts:
-            context.dtype = torch.float32 if DEFAULT_DTYPE in taken else self._storage
         for name, module in self._kept.items():
             keys = [origin[2] for origin in taken if origin[:2] == ("output of ", name)]
             module._surroundings = self._storage
@@ -174,7 +168,8 @@ class WideTrial(TorchFunctionMode):
         given = [v for v in leaves if isinstance(v, Tensor) and id(v) not in self._made]
         has_numbers = any(v.is_floating_point() or v.is_complex() for v in given)
         is_new = is_wider(result, self._storage) and not (has_dtype or has_numbers)
-        is_made = self.contexts and running and is_new and self._kept.keys().isdisjoint(running)
+        is_outside = bool(running) and self._kept.keys().isdisjoint(running)
+        is_made = self._makes_float32 and is_outside and is_new
         # Of normal numbers 16 bits lose no more than of the sums that they are added to, and
         # torch.empty has no values yet.
         if is_made and func not in (torch.randn, torch.empty):
@@ -184,7 +179,7 @@ class WideTrial(TorchFunctionMode):
             is_coarse = func is torch.rand or bool(((narrow - result).abs() > 2**-7).any())
             if is_coarse and narrow.unique().numel() < result.unique().numel():
                 self.losing.add(running[-1])
-        return bool(is_made)
+        return is_made
 
     def _narrowed(self, value: Any) -> Any:
         return value.to(self._storage) if id(value) in self._origins else value

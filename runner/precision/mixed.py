@@ -5,14 +5,14 @@ float16 has a loss scale, because its range is smaller than float32's; bfloat16 
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from runner.precision import options
-from runner.precision.contract import CPU_DEVICE, Precision
+from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.keep_fp32 import find_kept_tensors
@@ -24,7 +24,7 @@ from runner.utils.tpu import is_tpu
 
 
 @final
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class MixedPrecision(Precision):
     """An autocast forward over float32 parameters, with a loss scale for float16.
 
@@ -58,7 +58,7 @@ class MixedPrecision(Precision):
     reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
-        self.emulated = self.emulates_products = self.emulate
+        self._derive(emulated=self.emulate, emulates_products=self.emulate)
         problems = options.choice_problems("dtype", self.dtype, ("float16", "bfloat16"))
         problems += options.product_problems(self)
         problems += options.switch_problems(allow_substitute=self.allow_substitute)
@@ -72,27 +72,27 @@ class MixedPrecision(Precision):
                 )
             # Here, because the loss scale itself is made only when the run starts.
             check_loss_scale(dict(self.loss_scale))
-        self.compute = options.DTYPES[self.dtype]
+        self._derive(compute=options.DTYPES[self.dtype])
+
+    def substitute(self, device: torch.device) -> Precision:
+        if not (self.allow_substitute and is_tpu(device) and self.compute is torch.float16):
+            return self
+        text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
+        warnings.warn(f"precision={self.name} {text}", stacklevel=2)
+        # With the name, so that results are recorded under the precision that ran.
+        return replace(self, name="bf16-mixed", dtype="bfloat16", loss_scale=None)
 
     def require(self, device: torch.device) -> None:
-        if is_tpu(device) and self.compute is torch.float16:
-            if not self.allow_substitute:
-                raise Unavailable(
-                    f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
-                    "Type precision=bf16-mixed, or precision.allow_substitute=true to have that "
-                    "run in its place.",
-                )
-            text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
-            warnings.warn(f"precision={self.name} {text}", stacklevel=2)
-            # With the name, so that results are recorded under the precision that ran.
-            self.name = "bf16-mixed"
-            self.compute = torch.bfloat16
-            self.loss_scale = None
-        # After the substitution, which has changed the dtype.
+        if is_tpu(device) and self.compute is torch.float16 and not self.allow_substitute:
+            raise Unavailable(
+                f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
+                "Type precision=bf16-mixed, or precision.allow_substitute=true to have that run in "
+                "its place.",
+            )
         options.require_emulated_products(self, device, "16-mixed")
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE
+        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
     ) -> tuple[nn.Module, ConversionReport]:
         # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
         # either. What the model froze has none, and keeps its dtype.
@@ -105,7 +105,7 @@ class MixedPrecision(Precision):
                 f"{first_names(half, 3)}. Build the model in float32, or type "
                 f"precision={true_precision}."
             )
-        return super().convert(model, device)
+        return super().convert(model, device, plan)
 
     def scale(self, device: torch.device) -> LossScale:
         if self.loss_scale is None:

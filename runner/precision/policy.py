@@ -121,8 +121,10 @@ class Policy:
             text += f", loss scale {self.loss_scale:g}"
         if chosen.emulated:
             text += ", emulated"
-        if chosen.kernels():
-            text += f", kernels {chosen.kernels()}"
+        # In a session: the model's layers decide.
+        kernels = "" if self._place == "outside" else chosen.kernels(self._model, self.device)
+        if kernels:
+            text += f", kernels {kernels}"
         return "\n".join([text, *self.report.lines()])
 
     def convert(self, model: nn.Module) -> nn.Module:

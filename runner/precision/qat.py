@@ -4,6 +4,7 @@ Linear layers round their weights (and, but for int4, their inputs) in every for
 that the packed layers compute with. Weights are stored and trained in float32.
 """
 
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -16,6 +17,7 @@ from runner.precision.quantized import WeightFormatPrecision
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class QatPrecision(WeightFormatPrecision):
     """Fake quantisation in every nn.Linear and Conv1D that `quantized` would pack.
 
@@ -30,9 +32,9 @@ class QatPrecision(WeightFormatPrecision):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.trains_for = self.format
+        self._derive(trains_for=self.format)
         if self.format != "int8":
-            self.operand_roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
+            self._derive(operand_roundoffs=(FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF))
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         self.weight_format.load_library()

@@ -5,7 +5,7 @@ qat-* train weights for it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
@@ -16,14 +16,14 @@ from runner.precision.contract import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
-from runner.precision.layers.weight_formats import FORMAT_NAMES, weight_format
+from runner.precision.layers.weight_formats import FORMAT_NAMES, WeightFormat, weight_format
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import unit_roundoff
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class WeightFormatPrecision(ConvertingPrecision):
     """Base of the precisions of int4, int8 and nvfp4 weights: packed ones, and rounded ones.
 
@@ -58,6 +58,7 @@ class WeightFormatPrecision(ConvertingPrecision):
     autocast_loss: bool = False
     float32_matmul: str = "highest"
     reduced_precision_reduction: bool = False
+    weight_format: WeightFormat = field(init=False)
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -70,11 +71,14 @@ class WeightFormatPrecision(ConvertingPrecision):
             problems.append(f"precision.group_size={size} must be an even number from 2.")
         problems += options.choice_problems("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         options.refuse(problems + options.product_problems(self))
-        self.weight_format = weight_format(self.format, self.group_size)
-        self.compute = options.DTYPES[self.compute_dtype]
+        compute = options.DTYPES[self.compute_dtype]
         bits = EIGHT_BITS_ROUNDOFF if self.format == "int8" else FOUR_BITS_ROUNDOFF
-        self.operand_roundoffs = (bits, unit_roundoff(self.compute))
-        self.emulated = self.format == "nvfp4"
+        self._derive(
+            weight_format=weight_format(self.format, self.group_size),
+            compute=compute,
+            operand_roundoffs=(bits, unit_roundoff(compute)),
+            emulated=self.format == "nvfp4",
+        )
 
     def require(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -114,6 +118,7 @@ class WeightFormatPrecision(ConvertingPrecision):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class QuantizedPrecision(WeightFormatPrecision):
     """Packed weights in every nn.Linear and Conv1D; the rest keeps its dtype.
 
@@ -126,10 +131,9 @@ class QuantizedPrecision(WeightFormatPrecision):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.layout = self.weight_format.label
-        self.trained_in = f"qat-{self.format}"
+        self._derive(layout=self.weight_format.label, trained_in=f"qat-{self.format}")
         if self.format == "int8":
-            self.layers_compute_in = "int8"
+            self._derive(layers_compute_in="int8")
 
     def find_obstacle(self, module: nn.Module) -> str:
         weight: Any = module.weight

@@ -157,6 +157,7 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
         Unavailable: this machine or the strategy lacks what the precision needs.
     """
     precision: Precision = build_group("precision", spec.precision)
+    precision = precision.substitute(device)
     precision.require(device)
     precision.require_strategy(strategy)
     adapter_node = spec.adapter if spec.adapter.get("_target_") else None

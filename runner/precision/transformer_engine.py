@@ -7,7 +7,7 @@ scales of later steps, so evaluation, checkpoints and recomputation are treated 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
+from runner.precision.contract import FP8_LAYERS, NO_PLAN, ConversionPlan, ConvertingPrecision
 from runner.precision.conversion import ROOT_NAME, ConversionRules
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation import te_emulation
@@ -38,7 +38,7 @@ SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 @final
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class TransformerEnginePrecision(ConvertingPrecision):
     """TransformerEngine's layers for nn.Linear and nn.LayerNorm, half precision elsewhere.
 
@@ -84,6 +84,10 @@ class TransformerEnginePrecision(ConvertingPrecision):
     reduced_precision_reduction: bool = False
     update: UpdateRule = "nearest"
     accumulate: te_recipes.Accumulation = "float32"
+    # The forward's contexts, by the default dtype.
+    _contexts: dict[torch.dtype, AbstractContextManager[Any]] = field(
+        default_factory=dict, init=False
+    )
 
     def __post_init__(self) -> None:
         problems = te_recipes.recipe_problems(self.name, self.recipe, self.weights)
@@ -96,24 +100,26 @@ class TransformerEnginePrecision(ConvertingPrecision):
         )
         problems += te_recipes.accumulate_problems(self.accumulate, self.recipe, self.emulate)
         options.refuse(problems)
-        self.storage = self.compute = options.DTYPES[self.weights]
+        storage = options.DTYPES[self.weights]
+        self._derive(storage=storage, compute=storage)
         check_update(self.name, self.update, self.storage)
-        self.recipe = te_recipes.complete_recipe(self.recipe)
-        self.kind = te_recipes.KINDS[self.recipe["kind"]]
-        self.emulated = self.emulate
+        self._derive(recipe=te_recipes.complete_recipe(self.recipe), emulated=self.emulate)
         if self.kind is te_recipes.KINDS["nvfp4"]:
-            self.layers_compute_in = "FP4"
-            self.operand_roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
+            roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
+            self._derive(layers_compute_in="FP4", operand_roundoffs=roundoffs)
         if self._is_delayed:
-            self.no_recompute_reason = _NO_RECOMPUTE_REASON
-        self._forward: dict[str, AbstractContextManager[Any]] = {}
-        self._plain_context = DefaultDtype(self.storage)
+            self._derive(no_recompute_reason=_NO_RECOMPUTE_REASON)
+
+    @property
+    def kind(self) -> te_recipes.RecipeKind:
+        """Return the kind of the recipe."""
+        return te_recipes.KINDS[self.recipe["kind"]]
 
     def require(self, device: torch.device) -> None:
         if not self.emulated:
             te_recipes.require_recipe(self.name, self.kind, device)
 
-    def kernels(self) -> str:
+    def kernels(self, model: nn.Module, device: torch.device) -> str:
         return ""  # there is no choice
 
     def require_strategy(self, strategy: Strategy) -> None:
@@ -152,19 +158,23 @@ class TransformerEnginePrecision(ConvertingPrecision):
         # One byte for nvfp4 too, so that all recipes of the library are listed together.
         return (-1, 0)
 
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        if device.type not in self._forward:
-            context = self._plain_context
-            # Elsewhere the library's products cannot run.
-            if self.emulated or self._on_hardware(device):
-                context = _ScaledForward(self._autocast(), self.storage)
-            self._forward[device.type] = context
-        return self._forward[device.type]
+    def forward(
+        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+    ) -> AbstractContextManager[Any]:
+        # Elsewhere the library's products cannot run.
+        if not (self.emulated or self._on_hardware(device)):
+            return self._default_dtype(plan)
+        dtype = torch.float32 if plan.makes_float32 else self.storage
+        if dtype not in self._contexts:
+            self._contexts[dtype] = _ScaledForward(self._autocast(), dtype)
+        return self._contexts[dtype]
 
-    def backward(self, device: torch.device) -> AbstractContextManager[Any]:
+    def backward(
+        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+    ) -> AbstractContextManager[Any]:
         # Entering the library's context again would move the scales of delayed scaling; a layer
         # that is recomputed there raises (refuse_recompute).
-        return self._plain_context if self._is_delayed else self.forward(device)
+        return self._default_dtype(plan) if self._is_delayed else self.forward(device, plan)
 
     @contextmanager
     def eval_context(self, model: nn.Module) -> Iterator[None]:

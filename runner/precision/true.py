@@ -10,7 +10,6 @@ from typing import final
 import torch
 
 from runner.precision import options
-from runner.precision.casting import DefaultDtype
 from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.weight_updates import UpdateRule, check_update
@@ -19,7 +18,7 @@ from runner.utils.tpu import is_tpu
 
 
 @final
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class TruePrecision(Precision):
     """Parameters, gradients, optimizer state, inputs and compute in one dtype.
 
@@ -53,10 +52,11 @@ class TruePrecision(Precision):
     update: UpdateRule = "nearest"
 
     def __post_init__(self) -> None:
-        self.emulated = self.emulates_products = self.emulate
+        self._derive(emulated=self.emulate, emulates_products=self.emulate)
         problems = options.choice_problems("dtype", self.dtype, options.DTYPES)
         options.refuse(problems + options.product_problems(self))
-        self.storage = self.compute = options.DTYPES[self.dtype]
+        dtype = options.DTYPES[self.dtype]
+        self._derive(storage=dtype, compute=dtype)
         check_update(self.name, self.update, self.storage)
         if self.storage.itemsize > 2:
             if self.emulate and not self._is_tf32:
@@ -68,9 +68,6 @@ class TruePrecision(Precision):
                     f"precision.reduced_precision_reduction=true: precision={self.name} has no "
                     "products in half precision. Leave it out."
                 )
-        # Tensors that a forward creates get the precision's dtype, too; torch's default is float32.
-        if self.storage is not torch.float32:
-            self._plain_context = DefaultDtype(self.storage)
 
     def require(self, device: torch.device) -> None:
         if self.storage is torch.float64 and (device.type == "mps" or is_tpu(device)):

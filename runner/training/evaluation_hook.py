@@ -115,7 +115,6 @@ class EvaluationHook:
             HookError: it returned something else.
         """
         state = self.state
-        precision = state.precision
         inputs, target = batch
         # The files of an only set are in the folder of the step.
         name = label.removeprefix("val").lstrip("/")
@@ -123,11 +122,11 @@ class EvaluationHook:
         folder = self.folder / path
         folder.mkdir(parents=True, exist_ok=True)
         named = {key.replace("val", label, 1): value for key, value in metrics.items()}
-        info = EvaluationInfo(self.step, label, named, (precision.cast(inputs), target), folder)
+        info = EvaluationInfo(self.step, label, named, (state.cast(inputs), target), folder)
         hook = state.task.additions.hook
         assert hook is not None
         try:
-            with precision.forward(state.device):
+            with state.forward_context():
                 returned = hook(state.plain_model, info)
         finally:
             with suppress(OSError):  # raised for a folder that holds files

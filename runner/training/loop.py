@@ -22,7 +22,6 @@ from runner.data.loader import Loader
 from runner.data.sampling import batch_seed
 from runner.data.step_samples import ends_epoch, steps_of_epoch
 from runner.data.stream_loader import BatchLoader
-from runner.training.model_call import call_model
 from runner.training.parameter_groups import full_rate
 from runner.training.records import EvalRecord, Record, RecordBuffer
 from runner.training.state import EvaluationCall, TrainState
@@ -131,8 +130,7 @@ def _totals(
                 return None
             if i == 0 and noted is not None:
                 noted.append((inputs, target))
-            with precision.forward(state.device):
-                output = call_model(state.model, precision.cast(inputs))
+            output = state.call(inputs)
             # In the loss's dtype and outside autocast, so that no metric is computed in half
             # precision. The task adds up in the widest float of the device.
             output, target = precision.loss_pair(output, target)

@@ -11,13 +11,13 @@ one whole model at most.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from inspect import Parameter, signature
 from itertools import chain
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from runner.config.trusted_targets import check_trusted
 from runner.data.build import build_data, build_run_loaders
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
-from runner.precision.contract import Precision
+from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
 from runner.precision.conversion import is_converted
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import find_kept_tensors
@@ -69,24 +69,28 @@ class BuiltModel(NamedTuple):
         report: what the conversion changed.
         plain_bytes: bytes that its weights and buffers would take in float32.
         initial: what it took from init.weights; None where it took nothing from there.
+        plan: by which it was converted, and by which its inputs are cast.
     """
 
     model: nn.Module
     report: ConversionReport
     plain_bytes: int
     initial: InitialWeights | None = None
+    plan: ConversionPlan = NO_PLAN
 
 
-ModelBuilder = Callable[[torch.device, torch.device | None], BuiltModel]
-"""Builds a model, given the device where it ends up and the one on which its parameters are made;
-None for the CPU."""
+class ModelBuilder(Protocol):
+    """A function that builds a model; see build_model."""
+
+    def __call__(self, device: torch.device, plan: ConversionPlan = NO_PLAN) -> BuiltModel: ...
 
 
 def build_model(
     spec: RunSpec,
     precision: Precision,
     device: torch.device,
-    made_on: torch.device | None = None,
+    plan: ConversionPlan = NO_PLAN,
+    *,
     start: LoadedCheckpoint | None = None,
     restore_exactly: bool = False,
 ) -> BuiltModel:
@@ -97,8 +101,9 @@ def build_model(
     Args:
         spec: its model and adapter nodes are called.
         precision: converts the model.
-        device: where it ends up.
-        made_on: device on which its parameters are made; None: the CPU.
+        device: where it ends up. Its parameters are made on the CPU; those of the meta device, and
+            with init.low_memory, where they end up.
+        plan: what forwards have found out about the model.
         start: a checkpoint to take the weights from.
         restore_exactly: the model is the one that was saved, with its adapter and packed weights.
 
@@ -107,7 +112,7 @@ def build_model(
             the checkpoint or train.freeze.
     """
     # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
-    model = _construct(spec, precision, device, made_on)
+    model = _construct(spec, precision, device)
     for module in model.modules():
         # torch leaves the copies trainable, and nothing computes a gradient of an average.
         if isinstance(module, AveragedModel):
@@ -124,18 +129,21 @@ def build_model(
     # Layers that were left unconverted hold plain weights in the checkpoint; converted ones would
     # pack them while they are loaded.
     if start is not None and loads_packed:
-        precision.leave_unconverted(start.content.get("bypassed", {}))
-        precision.expert_layouts = {**start.content.get("experts", {}), **precision.expert_layouts}
-        precision.finds_experts = False  # the checkpoint names them
+        plan = replace(
+            plan,
+            bypassed={**plan.bypassed, **start.content.get("bypassed", {})},
+            expert_layouts={**start.content.get("experts", {}), **plan.expert_layouts},
+            finds_experts=False,  # the checkpoint names them
+        )
     adapter = adapters.build_adapter(spec.adapter)
-    notes = _notes_on_parts(model, adapter, precision.expert_layouts)
+    notes = _notes_on_parts(model, adapter, plan.expert_layouts)
     if adapter is not None and not loads_packed:
-        adapter.read_plain_weights(model, precision.bypassed)
-    model, report = precision.convert(model, device)
+        adapter.read_plain_weights(model, plan.bypassed)
+    model, report = precision.convert(model, device, plan)
     if adapter is not None:
-        adapter.split_experts(model, precision.expert_layouts, precision.finds_experts)
+        adapter.split_experts(model, plan.expert_layouts, plan.finds_experts)
         add = adapter.add_for_checkpoint if loads_packed else adapter.add
-        add(model, precision.storage, precision.bypassed)
+        add(model, precision.storage, plan.bypassed)
     # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
     if start is not None and loads_packed:
         initial = _load(spec, model, start)
@@ -143,7 +151,8 @@ def build_model(
     # After the adapter, which decides by itself what trains, and before strategies and optimizers.
     if spec.train.freeze:
         freeze_parameters(model, spec.train.freeze)
-    return BuiltModel(model, replace(report, kept=(*report.kept, *notes)), size, initial)
+    report = replace(report, kept=(*report.kept, *notes))
+    return BuiltModel(model, report, size, initial, plan)
 
 
 def _notes_on_parts(
@@ -192,7 +201,7 @@ def restore_model(
     precision: Precision,
     saved: LoadedCheckpoint,
     device: torch.device,
-    made_on: torch.device | None = None,
+    plan: ConversionPlan = NO_PLAN,
 ) -> BuiltModel:
     """Build the model with a checkpoint's weights, whatever precision they were trained in.
 
@@ -207,7 +216,7 @@ def restore_model(
     if not _fits_as_saved(spec, precision, saved):
         spec = replace(spec, adapter={})
     exact = keeps_adapter(spec, precision, saved)
-    return build_model(spec, precision, device, made_on, start=saved, restore_exactly=exact)
+    return build_model(spec, precision, device, plan, start=saved, restore_exactly=exact)
 
 
 def restore_precision_state(
@@ -273,25 +282,24 @@ def _load(spec: RunSpec, model: nn.Module, saved: LoadedCheckpoint) -> InitialWe
     return load_selected(model, weights, spec, saved.source)
 
 
-def _construct(
-    spec: RunSpec, precision: Precision, device: torch.device, made_on: torch.device | None = None
-) -> nn.Module:
+def _construct(spec: RunSpec, precision: Precision, device: torch.device) -> nn.Module:
     """Call the model's target, and give its lazy layers their shapes.
 
     Raises:
         ConfigError: the target returns no module.
     """
-    low_memory = spec.init.low_memory
     # With init.low_memory no float32 copy is ever made: the parameters are drawn on the device, in
     # the precision's dtype.
-    if low_memory:
-        made_on = device
+    low_memory = spec.init.low_memory
+    made_on = device if low_memory or device.type == "meta" else _CPU
     dtype = DefaultDtype(precision.storage) if low_memory else nullcontext()
-    with dtype, made_on or nullcontext():
+    # The CPU is torch's default; its context would cost each constructor of a tensor time.
+    place = nullcontext() if made_on == _CPU else made_on
+    with dtype, place:
         with safe_loading(spec.model):
             model = build_group("model", spec.model)
         if isinstance(model, nn.Module):
-            materialize_lazy_layers(spec, model, made_on or torch.device("cpu"))
+            materialize_lazy_layers(spec, model, made_on)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
@@ -505,21 +513,22 @@ def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def build_on_meta(build: ModelBuilder) -> BuiltModel:
+def build_on_meta(build: ModelBuilder, plan: ConversionPlan = NO_PLAN) -> BuiltModel:
     """Build and convert a model on the meta device; on the CPU if its code reads values.
 
     Args:
         build: see ModelBuilder.
+        plan: by which the model is converted.
 
     Raises:
         ConfigError: the model cannot be built, or does not fit the weights that it starts from.
     """
     try:
-        return build(META_DEVICE, META_DEVICE)
+        return build(META_DEVICE, plan)
     except RunnerError:
         raise
     except (NotImplementedError, RuntimeError):
-        return build(_CPU, None)
+        return build(_CPU, plan)
 
 
 def _holds_other_meta_tensors(model: nn.Module) -> bool:
@@ -536,12 +545,17 @@ def _holds_other_meta_tensors(model: nn.Module) -> bool:
 
 
 def build_sharded_model(
-    build: ModelBuilder, precision: Precision, strategy: Strategy, device: torch.device
+    build: ModelBuilder,
+    plan: ConversionPlan,
+    precision: Precision,
+    strategy: Strategy,
+    device: torch.device,
 ) -> BuiltModel:
     """Build a model, shard it, and give every process the main process's values. Collective.
 
     Args:
         build: builds and converts the whole model.
+        plan: by which the model is converted.
         precision: of the run.
         strategy: shards the model.
         device: of this process, where its shards are.
@@ -554,11 +568,11 @@ def build_sharded_model(
     # What packs weights looks at their values.
     makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
     if strategy.rank.is_main or not makes_once:
-        built = build(_CPU, None)
+        built = build(_CPU, plan)
     else:
-        built = build_on_meta(build)
+        built = build_on_meta(build, plan)
         if _holds_other_meta_tensors(built.model):
-            built = build(_CPU, None)
+            built = build(_CPU, plan)
     sends = makes_once and strategy.rank.world_size > 1
     values: dict[str, Tensor] = {}
     if sends and strategy.rank.is_main:

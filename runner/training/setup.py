@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate, locate, runner_keys, without_runner_keys
 from runner.distributed.strategy import Single, Strategy, is_sharded
-from runner.precision.contract import Precision
+from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
 from runner.precision.gradients import finish_gradients
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import (
@@ -457,7 +457,10 @@ class TrainingSetup:
 
 
 def build_state(
-    setup: TrainingSetup, model: nn.Module, total_steps: int | None = None
+    setup: TrainingSetup,
+    model: nn.Module,
+    total_steps: int | None = None,
+    plan: ConversionPlan = NO_PLAN,
 ) -> TrainState:
     """Build the state that the training step and the evaluation work on.
 
@@ -470,6 +473,7 @@ def build_state(
             wraps it if it is to be trained.
         total_steps: optimizer steps of the whole run, which schedules need; None builds no
             optimizers, for a model that is only evaluated.
+        plan: by which the model was converted.
 
     Raises:
         ConfigError: nothing is trainable, or an optimizer or the strategy does not fit the model or
@@ -497,8 +501,9 @@ def build_state(
         precision.scale(setup.device),
         optimizers,
         setup.device,
-        spec.train.clip_norm,
-        setup.strategy,
+        plan,
+        clip_norm=spec.train.clip_norm,
+        strategy=setup.strategy,
         clip_value=spec.train.clip_value,
         average=average,
         widened=widened,

@@ -1,8 +1,8 @@
 """The state of a run: everything that changes while the run trains."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from runner.distributed.strategy import Single, Strategy
-from runner.precision.contract import Precision
+from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
 from runner.precision.gradients import parameters_of
 from runner.precision.loss_scale import HostFlag, LossScale
 from runner.precision.weight_updates import Nearest, WideForward
-from runner.training.model_call import plain_module
+from runner.training.model_call import call_model, plain_module
 from runner.training.own_state import OwnState, SkippedSteps
 from runner.training.tasks.task import Task
 from runner.training.weight_average import WeightAverage
@@ -82,6 +82,7 @@ class TrainState:
     Attributes:
         model: converted and on its device, inside the wrappers of the strategy.
         precision: its contexts and casts surround the forward and the backward.
+        plan: by which the model was converted and is called.
         task: loss and metrics.
         scale: the loss scale; a null object for a precision without one.
         optimizers: each with its schedule; empty for a model that is only evaluated.
@@ -110,6 +111,7 @@ class TrainState:
     scale: LossScale
     optimizers: list[ScheduledOptimizer]
     device: torch.device
+    plan: ConversionPlan = NO_PLAN
     clip_norm: float | None = None
     strategy: Strategy = field(default_factory=Single)
     step: int = 0
@@ -138,6 +140,27 @@ class TrainState:
     def set_evaluation_hook(self, hook: EvaluationCall) -> None:
         """Set the function that is called after the evaluation of each set."""
         self.evaluation_hook = hook
+
+    def cast_at_each_use(self) -> None:
+        """Have autocast cast weights at each use: the forward changes some between two uses."""
+        self.plan = replace(self.plan, caches_casts=False)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the precision's context around a forward."""
+        return self.precision.forward(self.device, self.plan)
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """Return the precision's context around a backward."""
+        return self.precision.backward(self.device, self.plan)
+
+    def cast(self, inputs: Any) -> Any:
+        """Return a batch's model inputs in the dtypes that the model needs."""
+        return self.precision.cast(inputs, self.plan)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the model's output for a batch's inputs, under the precision's context."""
+        with self.forward_context():
+            return call_model(self.model, self.cast(inputs))
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:

@@ -79,8 +79,8 @@ def _loss_and_terms(
             is of the batch as a whole; None where this process has them all.
     """
     precision = state.precision
-    with precision.forward(state.device):
-        output = call_model(state.model, precision.cast(inputs))
+    with state.forward_context():
+        output = call_model(state.model, state.cast(inputs))
         # Within these contexts autocast chooses the dtypes of the loss, too.
         if precision.autocast_loss:
             return _task_loss(state, output, precision.cast_target(target), size)
@@ -162,7 +162,7 @@ def backpropagate(state: TrainState, loss: Tensor, weight: Tensor | None = None)
         weight: scalar in the dtype of the loss; None for 1.
     """
     # Activation checkpointing computes forwards again here, in the precision of the first ones.
-    with state.precision.backward(state.device):
+    with state.backward_context():
         loss.backward(weight)
 
 

@@ -8,6 +8,7 @@ from torchvision import tv_tensors
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
 from runner.data.detection import DetectionLayout, collate_detection
 from runner.precision import registry
+from runner.precision.contract import ConversionPlan
 from runner.utils.errors import ConfigError
 
 IMAGE = torch.rand(3, 8, 6)
@@ -56,10 +57,10 @@ def test_images_are_cast_and_boxes_stay_float32_at_least(name):
     precision = registry.load_precision(name)
     inputs, targets = LAYOUT.split(collate_detection([(IMAGE, TARGET)]))
     assert isinstance(inputs, PositionalInputs)
-    precision.wide_inputs = {1: precision.loss_dtype}
+    plan = ConversionPlan(wide_inputs={1: precision.loss_dtype})
     wide = torch.float64 if name == "64-true" else torch.float32
     # As a copy to a device does.
-    images, boxes = precision.cast(tree_map(lambda leaf: leaf, inputs))
+    images, boxes = precision.cast(tree_map(lambda leaf: leaf, inputs), plan)
     assert images[0].dtype is precision.storage
     assert (boxes[0]["boxes"].dtype, boxes[0]["labels"].dtype) == (wide, torch.int64)
     assert targets[0]["image_id"] == 7

@@ -212,13 +212,13 @@ def test_a_plan_says_that_nothing_is_proven(net):
 def built(precision, model):
     """A model that is proven on a fixed batch."""
 
-    def make():
+    def make(device, plan):
         torch.manual_seed(0)
-        return BuiltModel(*precision.convert(model(), CPU), 0)
+        return BuiltModel(*precision.convert(model(), device, plan), 0, plan=plan)
 
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     setup = TrainingSetup(RunSpec(), precision, Regression(), CPU)
-    return build_proven_model(setup, lambda *_: make(), lambda: x)
+    return build_proven_model(setup, make, lambda: x)
 
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "transformer-engine"])
@@ -254,8 +254,9 @@ def test_parameters_of_three_dimensions_cost_no_second_build(name):
         made.append(Tables())
         return made[-1]
 
-    model = built(precision, net).model
-    assert (len(made), type(model), precision.expert_layouts) == (1, Tables, {})
+    proven = built(precision, net)
+    model = proven.model
+    assert (len(made), type(model), proven.plan.expert_layouts) == (1, Tables, {})
     assert [*model._modules] == ["layer"]
     torch.manual_seed(0)
     plain = registry.load_precision(name, **({"emulate": True} if "engine" in name else {}))
@@ -302,7 +303,7 @@ def test_stacks_are_found_beside_named_ones_and_a_left_one_is_counted_and_named(
     why = "its forward uses second in einsum, which is no product with each expert"
     assert found.report.modules[0].why == (f"in part, for {why}" if is_left else "")
     layouts = {"first": False} if is_left else {"first": False, "second": True}
-    assert precision.expert_layouts == layouts
+    assert found.plan.expert_layouts == layouts
 
 
 @pytest.mark.parametrize(
@@ -337,7 +338,9 @@ class Exchanged(nn.Module):
 def test_what_is_computed_again_casts_changed_weights_at_each_use(net, caches):
     spec = RunSpec(optimizer={"_target_": "torch.optim.SGD"})
     setup = TrainingSetup(spec, registry.load_precision("bf16-mixed"), Regression(), CPU)
-    build_execution(
-        setup, lambda *_: BuiltModel(net(), ConversionReport(), 0), lambda: torch.ones(2, 4)
-    )
-    assert setup.precision.caches_casts is caches
+
+    def make(device, plan):
+        return BuiltModel(net(), ConversionReport(), 0, plan=plan)
+
+    _, state = build_execution(setup, make, lambda: torch.ones(2, 4))
+    assert state.plan.caches_casts is caches

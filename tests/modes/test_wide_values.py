@@ -27,16 +27,16 @@ def proven(name, model, inputs, task=None, **options):
     setup = TrainingSetup(RunSpec(), precision, task or Regression(), CPU)
     torch.manual_seed(0)
 
-    def make(*_):
-        return BuiltModel(*precision.convert(model(), CPU), 0)
+    def make(device, plan):
+        return BuiltModel(*precision.convert(model(), device, plan), 0, plan=plan)
 
     built = build_proven_model(setup, make, lambda: inputs)
-    return precision, built.model, "\n".join(built.report.lines())
+    return precision, built, "\n".join(built.report.lines())
 
 
-def forward(precision, model, inputs):
-    with precision.forward(CPU), torch.no_grad():
-        return model(precision.cast(inputs))
+def forward(precision, built, inputs):
+    with precision.forward(CPU, built.plan), torch.no_grad():
+        return built.model(precision.cast(inputs, built.plan))
 
 
 class Clock(nn.Module):
@@ -61,24 +61,25 @@ class Table(Clock):
 @pytest.mark.parametrize("name", OTHERS)
 def test_float64_stays_where_the_model_computes_in_it(name):
     times = EPOCH + torch.linspace(-50, 50, 8, dtype=torch.float64)[:, None]
-    precision, model, lines = proven(name, Clock, times)
-    assert model.start.dtype is torch.float64
-    exact = model.net.weight.float() * (times - EPOCH).float() / 50 + model.net.bias.float()
-    assert torch.allclose(forward(precision, model, times).float(), exact, atol=0.02)
+    precision, built, lines = proven(name, Clock, times)
+    assert built.model.start.dtype is torch.float64
+    net = built.model.net
+    exact = net.weight.float() * (times - EPOCH).float() / 50 + net.bias.float()
+    assert torch.allclose(forward(precision, built, times).float(), exact, atol=0.02)
     assert f"stays wider than {str(precision.storage)[6:]}, as the forward takes it" in lines
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_float64_that_no_layer_takes_is_cast_and_named(name):
-    precision, model, lines = proven(name, Table, torch.rand(8, 1, dtype=torch.float64))
-    assert model.start.dtype is precision.storage
-    assert precision.wide_inputs == {}
+    precision, built, lines = proven(name, Table, torch.rand(8, 1, dtype=torch.float64))
+    assert built.model.start.dtype is precision.storage
+    assert built.plan.wide_inputs == {}
     assert "for an operation takes nothing wider: start" in lines
 
 
 def test_a_model_in_float64_throughout_has_no_parts_that_stay():
-    _, model, lines = proven("32-true", lambda: Clock().double(), torch.rand(8, 1))
-    assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.float32}
+    _, built, lines = proven("32-true", lambda: Clock().double(), torch.rand(8, 1))
+    assert {t.dtype for t in (*built.model.parameters(), *built.model.buffers())} == {torch.float32}
     assert lines == ""
 
 
@@ -106,12 +107,12 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("name", ["bf16-true", "16-true"])
 def test_outputs_of_kept_modules_stay_where_no_layer_follows(name):
     x = 60000 + torch.rand(8, 4)
-    precision, model, lines = proven(name, Scaled, x, keep_fp32=["scale", "unscale"])
-    output = forward(precision, model, x)
+    precision, built, lines = proven(name, Scaled, x, keep_fp32=["scale", "unscale"])
+    output = forward(precision, built, x)
     assert output.dtype is torch.float32
     assert (output - x.mean(1)).abs().max() < 1.5
     assert "input 0, output of scale, output of unscale" in lines
-    _, model, lines = proven(name, Scaled, x, keep_fp32=["scale"])
+    _, built, lines = proven(name, Scaled, x, keep_fp32=["scale"])
     assert "output of scale" in lines
 
 
@@ -133,8 +134,8 @@ def test_labels_that_the_model_takes_are_not_rounded(key):
     own = Own
     if key != "labels":
         own = type("Value", (Own,), {"forward": lambda self, x, value: Own.forward(self, x, value)})
-    precision, _, lines = proven("bf16-true", own, inputs, ModelLoss(target=key))
-    cast = precision.cast(inputs)
+    precision, built, lines = proven("bf16-true", own, inputs, ModelLoss(target=key))
+    cast = precision.cast(inputs, built.plan)
     assert torch.equal(cast[key], labels)
     assert cast["x"].dtype is torch.bfloat16
     assert f"as the forward takes it: input {key}" in lines
@@ -164,8 +165,8 @@ def test_whole_numbers_that_16_bits_would_change_are_refused():
 
 def test_counts_that_16_bits_change_are_warned_of():
     x = torch.cat([torch.rand(8, 2), torch.full((8, 1), 8450.0)], 1)
-    precision, _, lines = proven("bf16-true", lambda: nn.Linear(3, 1), x)
-    assert precision.wide_inputs == {}
+    _, built, lines = proven("bf16-true", lambda: nn.Linear(3, 1), x)
+    assert built.plan.wide_inputs == {}
     assert "warning: bfloat16 changes whole numbers, 8450 in column 2 of input 0." in lines
 
 
@@ -182,8 +183,8 @@ class Graph(nn.Module):
 
 @pytest.mark.parametrize("counts", [torch.full((4, 4), 757.0).to_sparse(), torch.rand(4, 0)])
 def test_inputs_without_columns_of_numbers_are_cast(counts):
-    precision, _, _ = proven("bf16-true", Graph, [counts, torch.rand(4, 4)])
-    assert 1 not in precision.wide_inputs
+    _, built, _ = proven("bf16-true", Graph, [counts, torch.rand(4, 4)])
+    assert 1 not in built.plan.wide_inputs
 
 
 class Filled(nn.Module):
@@ -221,21 +222,21 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("name", ["bf16-true", "16-true"])
 def test_tensors_without_a_dtype_are_float32_where_the_forward_takes_them(name):
     t = torch.arange(0, 4000, 7)
-    precision, model, lines = proven(name, Positions, t)
-    with precision.forward(CPU):
+    precision, built, lines = proven(name, Positions, t)
+    with precision.forward(CPU, built.plan):
         assert torch.get_default_dtype() is torch.float32
     assert torch.get_default_dtype() is torch.float32
-    exact = model.float()(t)
-    _, model, _ = proven(name, Positions, t)
-    assert torch.allclose(forward(precision, model, t).float(), exact, atol=0.02)
+    exact = built.model.float()(t)
+    _, built, _ = proven(name, Positions, t)
+    assert torch.allclose(forward(precision, built, t).float(), exact, atol=0.02)
     assert "tensors made without a dtype" in lines
 
 
 @pytest.mark.parametrize("name", ["bf16-true", "16-true"])
 def test_a_module_whose_tensors_without_a_dtype_lose_values_is_named(name):
     t = torch.arange(0, 4000, 7)
-    precision, model, lines = proven(name, lambda: nn.Sequential(Positions(cast=False)), t)
-    assert forward(precision, model, t).dtype is precision.storage
+    precision, built, lines = proven(name, lambda: nn.Sequential(Positions(cast=False)), t)
+    assert forward(precision, built, t).dtype is precision.storage
     assert "and distinct values become equal in 0." in lines
     assert proven(name, lambda: Positions(cast=False), torch.arange(3))[2] == ""
 
@@ -252,12 +253,13 @@ class DropsPaths(nn.Module):
 
 
 def test_what_is_made_in_training_alone_is_tried_too():
-    precision, model, _ = proven("bf16-true", DropsPaths, torch.rand(512, 4))
-    assert forward(precision, model.train(), torch.rand(8, 4)).dtype is torch.bfloat16
+    precision, built, _ = proven("bf16-true", DropsPaths, torch.rand(512, 4))
+    built.model.train()
+    assert forward(precision, built, torch.rand(8, 4)).dtype is torch.bfloat16
 
 
 def test_float32_inputs_of_an_ordinary_model_are_cast_without_a_line():
-    precision, _, lines = proven("bf16-true", lambda: nn.Linear(4, 1), torch.rand(8, 4))
-    assert (precision.wide_inputs, lines) == ({}, "")
+    precision, built, lines = proven("bf16-true", lambda: nn.Linear(4, 1), torch.rand(8, 4))
+    assert (built.plan.wide_inputs, lines) == ({}, "")
     with precision.forward(CPU):
         assert torch.get_default_dtype() is torch.bfloat16

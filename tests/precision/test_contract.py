@@ -1,6 +1,7 @@
 """What every precision in conf/precision/ must hold to; a new yaml is picked up by itself."""
 
 import inspect
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -160,12 +161,18 @@ def test_a_session_sets_the_switches_of_float32_products(name, options, switches
         ("bnb-nf4", {"compute_dtype": "float16"}, {"compute_dtype": "bfloat16"}),
     ],
 )
-def test_kernels_returns_the_float16_kernels_that_ran(name, float16, other, choice):
+def test_kernels_returns_the_float16_kernels_of_a_session(name, float16, other, choice):
     for options, kernels in ((float16, choice), (other, "")):
         precision = load_precision(name, cpu_float16=choice, **options)
-        assert precision.kernels() == ""
-        with precision.session(nn.Linear(2, 2), CPU):
-            assert precision.kernels() == kernels
+        assert precision.kernels(nn.Linear(2, 2), CPU) == kernels
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_precision_is_a_value_that_nothing_assigns_to(name):
+    precision = load_precision(name)
+    for attribute in ("storage", "name", "bypassed"):
+        with pytest.raises(FrozenInstanceError):
+            setattr(precision, attribute, "other")
 
 
 def _fail_inside(context):
@@ -309,7 +316,7 @@ def test_the_base_class_changes_nothing():
     assert precision.convert(model)[0] is model
     assert precision.cast(model) is model
     assert precision.scale(CPU).value is None
-    assert precision.kernels() == ""
+    assert precision.kernels(model, CPU) == ""
     assert (precision.layout, precision.freezes) == ("", False)
     assert precision.state_dict(model) == precision.gauges(model) == {}
     precision.load_state_dict(model, {})

@@ -39,7 +39,7 @@ class Half(Precision):
     def __init__(self, name, keep_fp32=()):
         self.name, self.keep_fp32 = name, keep_fp32
 
-    def cast(self, inputs):
+    def cast(self, inputs, plan):
         return cast_nest(inputs, self.storage)
 
 

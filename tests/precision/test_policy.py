@@ -504,11 +504,10 @@ def test_a_step_of_the_optimizer_itself_reads_gradients_in_its_parameters_dtype(
     assert are_equal(loop.model.parameters(), other.model.parameters())
 
 
-def test_a_target_is_no_input_that_stays_in_float32():
+def test_a_target_is_cast_for_a_loss_in_the_precision():
     dtypes = []
     policy = precision("bf16-true", autocast_loss=True)
     model = policy.convert(nn.Linear(2, 2))
-    policy.precision.wide_inputs = {0: torch.float32}
     with policy.session():
         with policy.forward():
             output = model(torch.ones(1, 2, dtype=torch.bfloat16))

@@ -11,6 +11,7 @@ import torch
 from precision_models import load_precision, run_forward, skip_reasons, train_state
 from torch import nn
 
+from runner.precision.contract import ConversionPlan
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.training.adapters import Lora
 from runner.training.step import train_step
@@ -94,15 +95,13 @@ def test_the_same_layers_are_rounded_and_packed_each_with_a_reason_where_not():
     }
     for name in ("qat-int4", "int4"):
         precision = load_precision(name, keep_fp32=["kept"], ignore_modules=["ignored"])
-        precision.leave_unconverted({})
         model, report = precision.convert(Net())
         assert skip_reasons(report) == wanted
         assert str(report) == "1/8"  # a shared weight counts once
         assert model.head.weight is model.embedding.weight
     assert isinstance(model.body, QuantizedLinear)
-    precision = load_precision("qat-int4")
-    precision.leave_unconverted({"body": "the model passes its forward by"})
-    _, report = precision.convert(Net())
+    plan = ConversionPlan(bypassed={"body": "the model passes its forward by"})
+    _, report = load_precision("qat-int4").convert(Net(), plan=plan)
     assert skip_reasons(report)["body"] == "the model passes its forward by"
 
 

@@ -34,7 +34,7 @@ def test_the_forward_on_a_cpu_only_sets_the_default_dtype(name):
             assert torch.get_default_dtype() is precision.storage
     assert precision.cast({"x": torch.ones(1)})["x"].dtype is precision.storage
     with precision.session(torch.nn.Linear(2, 2), CPU):
-        assert precision.kernels() == ""
+        assert precision.kernels(torch.nn.Linear(2, 2), CPU) == ""
     assert precision.cast(torch.ones(1).long()).dtype is torch.int64
 
 

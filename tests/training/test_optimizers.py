@@ -115,12 +115,6 @@ def test_low_memory_makes_it_in_the_dtype_and_on_the_device(name):
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_a_model_can_be_made_elsewhere():
-    precision = registry.load_precision("32-true")
-    model = build_model(spec(), precision, META, made_on=CPU).model
-    assert (Net.made_on, model.body.weight.device.type) == (CPU, "meta")
-
-
 def test_a_refusal_of_a_target_names_its_group():
     with pytest.raises(ConfigError, match=r"optimizer: torch\.optim\.AdamW refuses.*learning rate"):
         build_optimizers(optimizer={**ADAMW, "lr": -1.0})
@@ -267,7 +261,7 @@ def test_muon_and_the_rest_cover_every_parameter_once(compose, model):
     data = "synthetic_tokens" if model == "gpt" else "digits"
     composed = compose(f"model={model}", "optimizer=muon", f"data={data}")
     precision = registry.load_precision("32-true")
-    made = build_model(composed, precision, META, made_on=META).model
+    made = build_model(composed, precision, META).model
     named = {n: p for n, p in made.named_parameters() if p.requires_grad}
     split_up = parameters_by_optimizer(composed.optimizer, made, named)
     taken = [id(p) for _, _, params in split_up for p in params]

@@ -287,7 +287,7 @@ class Substitution(ComparingVisitor):
             # A backward that draws, as one that rounds stochastically, comes later in a step.
             drawn = generator_states(execution.device)
             off = torch.autocast(execution.device.type, enabled=False)
-            with off, execution.precision.backward(execution.device):
+            with off, execution.state.backward_context():
                 # The graph is kept for a tensor that reaches another call by no boundary.
                 torch.autograd.backward(tensors, gradients, retain_graph=True)
             set_generator_states(drawn, execution.device)

@@ -47,7 +47,7 @@ from runner.diagnostics.memory.memory_tracker import (
     MemoryBreakdown,
     MemoryTracker,
 )
-from runner.precision.contract import ConvertingPrecision, Precision
+from runner.precision.contract import NO_PLAN, ConversionPlan, ConvertingPrecision, Precision
 from runner.precision.conversion_proof import ForwardWatch
 from runner.precision.layers.experts import own_stacks, possible_stacks
 from runner.training.compile import prepare_model
@@ -96,7 +96,8 @@ class Rehearsal:
         precision = state.precision
         with self.tensors, precision.session(state.model, state.device):
             batches = self.micro_batches(size)
-            tracker = MemoryTracker(accumulates=precision.kernels() == "float32_accumulate")
+            kernels = precision.kernels(state.model, state.device)
+            tracker = MemoryTracker(accumulates=kernels == "float32_accumulate")
             tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             tracker.add(OPTIMIZER, *state.optimizer_tensors())
             if state.average is not None:
@@ -121,8 +122,8 @@ class Rehearsal:
         precision = state.precision
         # Generators have no state on fake tensors that could be saved.
         set_evaluation_mode(state.model, state.task)
-        with precision.eval_context(state.plain_model), precision.forward(state.device):
-            output = call_model(state.model, precision.cast(inputs))
+        with precision.eval_context(state.plain_model):
+            output = state.call(inputs)
         state.task.evaluation_totals(*precision.loss_pair(output, target))
 
 
@@ -130,6 +131,7 @@ def build_rehearsal(
     spec: RunSpec,
     precision: Precision,
     device: torch.device,
+    plan: ConversionPlan,
     micro_batches: Callable[[int], list[Batch]],
     fake: bool,
 ) -> Rehearsal:
@@ -140,9 +142,9 @@ def build_rehearsal(
     making = MemoryTracker(kind=WEIGHTS)
     with making if device.type == "cpu" else nullcontext():
         if fake:
-            built = build_on_meta(partial(build_model, spec, precision))
+            built = build_on_meta(partial(build_model, spec, precision), plan)
         else:
-            built = build_model(spec, precision, device)
+            built = build_model(spec, precision, device, plan=plan)
     model = built.model
     with tensors:
         if fake:
@@ -151,7 +153,7 @@ def build_rehearsal(
         without_schedule = replace(spec, scheduler={})
         task = build_task(spec.task)
         setup = TrainingSetup(without_schedule, precision, task, device)
-        state = build_state(setup, model, total_steps=1)
+        state = build_state(setup, model, total_steps=1, plan=plan)
         # A fake found-inf has no value that could decide about the update.
         state.scale.step = lambda optimizer, found_inf: optimizer.step()
         # What a compiler holds is not predicted.
@@ -268,8 +270,8 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
     return sizes[count - 1] if count else None
 
 
-def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> None:
-    """Have a precision know the stacked weights that a forward multiplies expert by expert.
+def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> ConversionPlan:
+    """Return a plan that names the stacked weights that a forward multiplies expert by expert.
 
     A model that may hold such weights is built in memory, for a forward on random numbers in the
     shapes of data.meta. Where that fails they stay unknown.
@@ -281,8 +283,7 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> N
     """
     # An adapter adds to them in every precision.
     if not isinstance(precision, ConvertingPrecision) and not spec.adapter.get("_target_"):
-        return
-    precision.finds_experts = True
+        return NO_PLAN
     with suppress(Exception), torch.no_grad():
         with META_DEVICE:
             model = build_group("model", spec.model)
@@ -290,12 +291,13 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> N
         fits = float32_bytes(model) < USABLE_MEMORY_SHARE * free_memory(device)
         if candidates and fits:
             inputs, _ = example_batch(spec, 2, device)
-            model = build_model(spec, precision, device).model.eval()
+            finding = ConversionPlan(finds_experts=True)
+            model = build_model(spec, precision, device, plan=finding).model.eval()
             session = precision.session(model, device)
             with session, precision.forward(device), ForwardWatch(model, {}) as watch:
                 call_model(model, precision.cast(inputs))
-            precision.expert_layouts = watch.experts()
-    precision.finds_experts = False
+            return ConversionPlan(expert_layouts=watch.experts())
+    return NO_PLAN
 
 
 @dataclass(frozen=True)
@@ -315,18 +317,22 @@ class PeakForecast:
         return self.peak(batch_size)
 
 
-def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> PeakForecast:
+def peak_forecast(
+    spec: RunSpec, precision: Precision, device: torch.device, plan: ConversionPlan | None = None
+) -> PeakForecast:
     """Rehearse a training step, on fake tensors where its operators allow it.
 
     Args:
         spec: data.meta gives the shape of an example.
         precision: of the spec, for this device.
         device: where the run computes.
+        plan: by which the model is converted; by default what find_experts returns.
 
     Raises:
         ForecastUnavailable: no shape is given, or the step runs neither on fake tensors nor on few
             examples.
     """
+    found = find_experts(spec, precision, device) if plan is None else plan
 
     def micro_batches(size: int) -> list[Batch]:
         return [example_batch(spec, size, device) for _ in range(spec.train.accumulate)]
@@ -347,9 +353,9 @@ def peak_forecast(spec: RunSpec, precision: Precision, device: torch.device) -> 
                 "its operators want real numbers, and steps on a few take about "
                 f"{needs / GIB:.1f} of the {room / GIB:.1f} GiB that may be used."
             )
-        return build_rehearsal(spec, precision, device, micro_batches, fake=False)
+        return build_rehearsal(spec, precision, device, found, micro_batches, fake=False)
 
-    return _forecast(spec, precision, device, micro_batches, real)
+    return _forecast(spec, precision, device, found, micro_batches, real)
 
 
 def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> PeakForecast:
@@ -388,20 +394,21 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
 
     if state.strategy.shards:
         raise ForecastUnavailable("what a process gathers of sharded weights is not predicted.")
-    return _forecast(spec, state.precision, state.device, micro_batches, real)
+    return _forecast(spec, state.precision, state.device, state.plan, micro_batches, real)
 
 
 def _forecast(
     spec: RunSpec,
     precision: Precision,
     device: torch.device,
+    plan: ConversionPlan,
     micro_batches: Callable[[int], list[Batch]],
     real: Callable[[], Rehearsal],
 ) -> PeakForecast:
     """Return the forecast of a rehearsal on fake tensors, or else on real ones.
 
     Args:
-        spec, precision, device: of the run.
+        spec, precision, device, plan: of the run.
         micro_batches: makes the micro-batches of a step, of so many examples each.
         real: builds the rehearsal on real tensors.
 
@@ -415,7 +422,7 @@ def _forecast(
     try:
         # Fake tensors would log a traceback for each operator that has no rule for them.
         with suppress_warnings(logging.ERROR):
-            rehearsal = build_rehearsal(spec, precision, device, micro_batches, fake=True)
+            rehearsal = build_rehearsal(spec, precision, device, plan, micro_batches, fake=True)
             # This size at least must run.
             rehearsal.peak(spec.train.batch_size)
     except RunnerError:

@@ -25,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.hydra_plugins import register
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
-    find_experts,
     free_memory,
     largest_fitting_batch,
     peak_forecast,
@@ -163,7 +162,6 @@ class TrialScheduler:
             # Precisions are judged without a forecast, too.
             with suppress(RunnerError):
                 precision = self.request.load_precision(name)
-                find_experts(spec, precision, device)
                 forecast = peak_forecast(spec, precision, device)
                 peak = forecast(batch_size).total / MIB
                 usable = free_memory(device) * USABLE_MEMORY_SHARE

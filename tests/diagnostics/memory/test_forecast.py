@@ -206,16 +206,15 @@ def test_an_operator_without_a_rule_for_fake_tensors_writes_no_traceback(of, cap
 def test_experts_of_a_module_of_ones_own_are_known(of):
     mixture = "~model +model._target_=nets.Mixes +model.in_turns=true data=digits"
     spec, precision = of(f"{mixture} precision=bnb-nf4 adapter=lora adapter.modules=[head]")
-    find_experts(spec, precision, CPU)
-    found = {"body.3.first": True, "body.3.second": False}
-    assert (precision.expert_layouts, precision.finds_experts) == (found, False)
-    model = build_model(spec, precision, CPU).model
+    plan = find_experts(spec, precision, CPU)
+    assert plan.expert_layouts == {"body.3.first": True, "body.3.second": False}
+    model = build_model(spec, precision, CPU, plan).model
     assert isinstance(model.body[3], Experts)
 
     def batches(size):
         return [example_batch(spec, size, CPU)]
 
-    last = build_rehearsal(spec, precision, CPU, batches, fake=False).timeline(8)[-1]
+    last = build_rehearsal(spec, precision, CPU, plan, batches, fake=False).timeline(8)[-1]
     assert last.weights == stored_bytes(model)
     # Few examples leave experts without a token, and more of them are tried.
     assert predict_peak(spec, precision, 8).total >= last.total
