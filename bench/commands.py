@@ -21,6 +21,8 @@ COMPOSE = """
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from runner.config.resolve import register_schema
+from runner.rooms import install_rooms
+install_rooms()
 register_schema()
 with initialize_config_module("runner.conf", version_base="1.3"):
     print(OmegaConf.to_yaml(compose("config")))

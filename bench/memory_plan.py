@@ -25,6 +25,7 @@ from runner.data.loader import Loader
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.precision.contract import Precision
+from runner.rooms import install_rooms
 from runner.training.compile import prepare_model
 from runner.training.loop import fit
 from runner.training.model import build_model
@@ -195,6 +196,7 @@ def summary(rows: list[Row]) -> list[list[str]]:
 def main() -> None:
     """Predict and measure every case."""
     chosen = parse_options(__doc__, runs=list(RUNS), device="cpu")
+    install_rooms()
     register_schema()
     torch.set_num_threads(1)
     device, rows, failures = torch.device(chosen.device), [], []

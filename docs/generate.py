@@ -22,9 +22,11 @@ from omegaconf import OmegaConf
 
 from runner.cli.main import option_note
 from runner.config.commands import COMMANDS
+from runner.config.room import section_texts, sections
 from runner.config.schema import RunSpec
 from runner.modes.result import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
 from runner.precision.registry import load_precision, precision_names, yaml_header
+from runner.rooms import install_rooms
 from runner.tracking.metric_names import METRICS
 from runner.utils.errors import Unavailable
 
@@ -141,7 +143,13 @@ def gpu() -> str:
 
 def keys() -> str:
     """Return the table of keys, with the texts of the schema's docstrings."""
+    install_rooms()
     rows = key_rows("", RunSpec())
+    for name, kind in sections().items():
+        if is_dataclass(kind):
+            rows += key_rows(f"{name}.", kind())
+        else:
+            rows.append([f"`{name}`", type_name(kind), "`null`", section_texts()[name]])
     return table(["key", "type", "default", "meaning"], rows)
 
 

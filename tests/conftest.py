@@ -30,9 +30,11 @@ from times_record import TimesRecord
 from runner.cli import main as command_line
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
+from runner.rooms import install_rooms
 from runner.sweeps.launcher import job_process
 from runner.utils.stop_signals import SIGNALS as STOP_SIGNALS
 
+install_rooms()
 ROOT = Path(__file__).parents[1]
 COMMAND_SECONDS = 600
 """Longer than any command takes on a machine whose load is ten times its cores."""

@@ -16,8 +16,10 @@ from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, quote_value, rewrite_arguments
 from runner.config.resolve import check_run_keys, register_schema, resolve_spec
-from runner.config.schema import ADVISE_MODES, RunSpec
+from runner.config.room import mode_named
+from runner.config.schema import RunSpec
 from runner.distributed import torchrun
+from runner.rooms import install_rooms
 from runner.utils.errors import ConfigError
 from runner.utils.secrets import redact_override
 
@@ -56,7 +58,7 @@ def compose_run(
     words = check_texts(overrides)
     for word in words:
         key, _, value = word.partition("=")
-        advises = key == "mode" and value in ADVISE_MODES
+        advises = key == "mode" and mode_named(value).chooses_jobs
         if advises or key == "hydra.mode" or key.partition(".")[0] == "sweep":
             function = "advise" if value == "advise" else "sweep"
             raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")
@@ -67,6 +69,7 @@ def compose_run(
     search_path = []
     if folder is not None:
         search_path.append(f"hydra.searchpath=[{quote_value(f'file://{folder.absolute()}')}]")
+    install_rooms()
     register_schema()
     try:
         with separate_hydra(), hydra.initialize_config_module("runner.conf", version_base="1.3"):
@@ -79,7 +82,7 @@ def compose_run(
                 del composed["hydra"]
             # Values of a checkpoint replace groups, whose interpolations may not resolve without
             # them.
-            reads_checkpoint = composed.mode == "evaluate" or composed.checkpoint.resume is not None
+            reads_checkpoint = bool(composed.checkpoint.path or composed.checkpoint.resume)
             spec = resolve_spec(composed, allow_unresolved=reads_checkpoint)
     except COMPOSE_ERRORS as error:
         text = explain(error, words)

@@ -32,7 +32,7 @@ _KEYS: Mapping[type, Sequence[str]] = {
 """Keys of a checkpoint by the type of their values."""
 SPEC_SIGNATURE_PURPOSE = "spec"
 """What a checkpoint's signature is of; see runner.config.signature.sign."""
-_SPEC_MAPPINGS = [part.name for part in fields(RunSpec) if part.default is MISSING]
+_SPEC_MAPPINGS = {part.name for part in fields(RunSpec) if part.default is MISSING} - {"sections"}
 """Keys of a spec whose values are mappings."""
 
 

@@ -39,8 +39,10 @@ from runner.config.overrides import (
     shadowed_configs,
 )
 from runner.config.resolve import register_schema, remove_keys, resolve_spec
-from runner.config.schema import AUTO, RUN_MODES
+from runner.config.room import mode_named, modes
+from runner.config.schema import AUTO
 from runner.distributed import torchrun
+from runner.rooms import install_rooms
 from runner.sweeps.job_result import (
     is_sweep_job,
     job_invocation,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. See docs/commands.md."""
+    install_rooms()
     try:
         with CommandSignals(_has_open_sweep):
             status = _run_command(list(sys.argv[1:] if argv is None else argv))
@@ -153,7 +156,7 @@ def option_note(path: Path) -> str:
 def _print_completions(line: str) -> None:
     """Print the commands and modes that complete a typed line; Hydra knows options and keys."""
     *typed, word = line.removeprefix("python -m ").split(" ")
-    offered = [f"mode={mode}" for mode in RUN_MODES]
+    offered = [f"mode={mode}" for mode in modes()]
     if len(typed) == 1:
         offered += commands.COMMANDS
     print("\n".join(text for text in offered if text.startswith(word)), flush=True)
@@ -354,7 +357,7 @@ def _leaves_line(config: DictConfig) -> bool:
     # A job that a user types again has no id.
     is_typed = OmegaConf.is_missing(settings.job, "id")
     is_verbose = settings.callbacks["sweep"].verbose or is_typed
-    return not is_verbose and config.mode in ("train", "evaluate")
+    return not is_verbose and mode_named(config.mode).takes_processes
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) -> "RunResult":
@@ -377,7 +380,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
             print(sanitize(f"{finished.label}: {line}") if sweeping else line, flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
-    reads_checkpoint = config.mode == "evaluate" or config.checkpoint.resume is not None
+    reads_checkpoint = bool(config.checkpoint.path or config.checkpoint.resume)
     spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
     composed: Any = OmegaConf.to_container(config)
     invocation = replace(job_invocation(sweeping), composed_config=composed, caveat=caveat)
@@ -428,7 +431,7 @@ def _raise_eps(config: DictConfig, job: str) -> str:
 def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":
     """Return the result of a resumed job that is finished; set up any other to resume."""
     resumes_sweep = sweeping and HydraConfig.get().callbacks["sweep"].resume
-    if resumes_sweep and config.mode == "train":
+    if resumes_sweep and mode_named(config.mode).trains:
         with read_write(config):
             config.checkpoint.resume = AUTO
     if not (resumes_sweep or config.checkpoint.resume == AUTO):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from runner.config.room import sections
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
 from runner.utils.files import check_values, read_text
@@ -125,7 +126,7 @@ def _override_of_option(flag: str, value: str) -> str:
         ConfigError: the config has a key of that name.
     """
     name = flag.lstrip("-").replace("-", "_")
-    if name.partition(".")[0] in RunSpec.__dataclass_fields__:
+    if name.partition(".")[0] in {*RunSpec.__dataclass_fields__, *sections()} - {"sections"}:
         raise ConfigError(f"{flag} is no option here. Type {name}={value or '<value>'}.")
     return f"{name}={value}"
 

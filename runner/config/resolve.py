@@ -6,7 +6,7 @@ The schema takes every key there: jobs of a sweep run without those that their p
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.hydra_plugins import REMOTE, register_plugins
 from runner.config.invocation import override_texts
 from runner.config.messages import explain, has_key, precisions_with_key, unknown_key
+from runner.config.room import sections
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError, refuse
 from runner.utils.layout import MANIFEST, RESULT
@@ -43,11 +44,23 @@ def _schema() -> DictConfig:
     """Return RunSpec as a config that others can be merged into; a merge copies it."""
     # OmegaConf makes a frozen dataclass a read-only config. The spec that is made from the merged
     # config is frozen all the same.
-    schema = OmegaConf.structured(RunSpec)
+    schema = OmegaConf.structured(_config_class())
     _clear_readonly(schema)
     # Hydra takes any key there, also one that the precision lacks: config/resolve.py judges.
     OmegaConf.set_struct(schema.precision, False)
     return schema
+
+
+@cache
+def _config_class() -> type:
+    """Return the class of a config: the fields of RunSpec, and the sections of rooms in the place
+    of its `sections`."""
+    own = [(part.name, part.type, part) for part in fields(RunSpec) if part.name != "sections"]
+    added = [
+        (key, kind, field(default_factory=kind) if is_dataclass(kind) else None)
+        for key, kind in sections().items()
+    ]
+    return make_dataclass("Config", [*own, *added])
 
 
 def _clear_readonly(node: DictConfig) -> None:
@@ -85,11 +98,12 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
                         values[key] = whole(config[key])
         else:
             values = OmegaConf.to_container(config, resolve=True)
-        spec = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
+        made = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error
-    assert isinstance(spec, RunSpec)
-    return spec
+    parts = dict(vars(made))
+    own = {key: parts.pop(key) for key in sections()}
+    return RunSpec(**parts, sections=own)
 
 
 def folder_problems(hydra: DictConfig, kind: Literal["run", "sweep"]) -> Iterator[str]:
@@ -137,7 +151,7 @@ def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def redacted_dict(spec: RunSpec) -> dict[str, Any]:
     """Return the spec as plain containers without secrets, to store or show it."""
-    return redact_values(asdict(spec))
+    return redact_values(spec.to_dict())
 
 
 KEY_PREFIX = "precision."

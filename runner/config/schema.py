@@ -5,16 +5,15 @@ entry under Attributes is the text of its key in docs/commands.md, so it must be
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import Any, TypeVar
 
-from runner.config.annotations import typed_value
+from runner.config.room import mode_named, modes
 from runner.utils.errors import nearest_names
 
-RUN_MODES = ("train", "evaluate", "plan", "explain", "replay", "diff", "advise", "gate")
-ADVISE_MODES = ("advise", "gate")
-"""Modes that choose their own jobs."""
+T = TypeVar("T")
+
 GUARD_ACTIONS = ("stop", "warn", "ignore")
 AUTO = "auto"
 """Value of checkpoint.resume and train.data_on_device that leaves the choice to the run."""
@@ -26,10 +25,6 @@ COMPILE_ROUNDINGS = ("fused", "eager")
 OBJECTIVES = ("time", "memory", "quality")
 MIN_BUDGET_SECONDS = 10
 """Seconds; a shorter advise.budget is refused."""
-ADVISE_USAGE_MESSAGE = (
-    "mode=advise and mode=gate choose their own jobs. Type mode=advise or mode=gate on the command "
-    "line, without sweep= and without another hydra/sweeper."
-)
 MAX_FORECAST_BATCH_SIZE = 2**16
 """Largest batch size that mode=plan tries."""
 
@@ -269,18 +264,6 @@ class GuardSpec:
 
 
 @dataclass(frozen=True)
-class NumericsSpec:
-    """Measurement of a run's numbers while it trains.
-
-    Attributes:
-        every: optimizer steps between snapshots, which measure the activations, weights, gradients
-            and updates of every module; null takes none.
-    """
-
-    every: int | None = None
-
-
-@dataclass(frozen=True)
 class AdviseSpec:
     """Question and budget of mode=advise and mode=gate.
 
@@ -320,8 +303,9 @@ class AdviseSpec:
             return None
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, spec: "RunSpec") -> Iterator[str]:
         """Yield a message for each value that is not allowed."""
+        yield from count_problems("advise", self, ("steps",))
         if not self.seconds:
             yield f"advise.budget={self.budget} is no duration. Type for example 90s, 5m or 1h."
         elif self.seconds < MIN_BUDGET_SECONDS:
@@ -341,53 +325,34 @@ class AdviseSpec:
             yield f"advise.seeds={self.seeds} is too few for a verdict. Allowed: 3 and up."
 
 
-@dataclass(frozen=True)
-class DiffSpec:
-    """What mode=diff compares, and writes.
-
-    Attributes:
-        steps: optimizer steps whose forward and backward are compared; up to each of them the
-            reference is trained.
-        dump: write what the reference computes to diff-<step>.safetensors in the run's folder, with
-            which another machine, commit or version of torch can be compared (against=<file>).
-    """
-
-    steps: list[int] = field(default_factory=lambda: [1])
-    dump: bool = False
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each value that is not allowed."""
-        if not self.steps or min(self.steps) < 1:
-            text = str(self.steps).replace(" ", "")
-            yield f"diff.steps={text} names no steps. Allowed: numbers from 1, as in [1,100]."
-
-
 _AT_LEAST_ONE = (
     ("train", ("epochs", "max_steps", "batch_size", "accumulate")),
     ("train", ("eval_every", "log_every", "early_stop")),
     ("checkpoint", ("every_steps", "keep")),
     ("debug", ("overfit", "profile")),
     ("guard", ("overflow_steps",)),
-    ("numerics", ("every",)),
-    ("advise", ("steps",)),
 )
 """Sections with keys that count something: null or at least 1."""
+
+
+def count_problems(name: str, section: Any, keys: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each key of a section that counts something and is below 1."""
+    for key in keys:
+        value = getattr(section, key)
+        if value is not None and value < 1:
+            yield f"{name}.{key}={value} is too small. Allowed: 1 and up."
 
 
 @dataclass(frozen=True)
 class RunSpec:
     """All settings of one run. A group (precision, model, ...) holds a `_target_` and its keywords.
 
+    The keys of rooms (numerics, diff, ...) are in `sections`; see runner.config.room.
+
     Attributes:
         mode: what the command does: train, evaluate, plan, explain, replay, diff, advise or gate.
         seed: seed of Python's, NumPy's and torch's generators and of the order of training data.
         deterministic: stop at operations whose result can differ between runs.
-        explain: pattern of the modules that mode=explain shows, as in blocks.*.attention; `*` is
-            the whole model.
-        batch: saved batch (a .json file in the guard folder of a run) that debug=replay runs.
-        against: what mode=diff compares this command's precision with: a precision, other values of
-            keys (train.compile=false), cpu or cuda, weights or a checkpoint (a path), a run at its
-            own steps (folder or MLflow id), or a dump.
         vars: values of your own, as in vars.size=3, which any yaml reads as ${vars.size}; the
             runner itself does not use them.
     """
@@ -402,12 +367,6 @@ class RunSpec:
     strategy: dict[str, Any] = field(default_factory=dict)
     debug: DebugSpec = field(default_factory=DebugSpec)
     guard: GuardSpec = field(default_factory=GuardSpec)
-    numerics: NumericsSpec = field(default_factory=NumericsSpec)
-    advise: AdviseSpec = field(default_factory=AdviseSpec)
-    diff: DiffSpec = field(default_factory=DiffSpec)
-    explain: str | None = None
-    batch: str | None = None
-    against: str | None = None
     vars: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -418,80 +377,52 @@ class RunSpec:
     scheduler: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the mode trains."""
+        return mode_named(self.mode).trains
+
+    def section(self, kind: type[T]) -> T:
+        """Return a room's section, by its class; with its defaults where the spec has none."""
+        found = (value for value in self.sections.values() if isinstance(value, kind))
+        return next(found, None) or kind()
+
+    def value(self, key: str) -> Any:
+        """Return a room's single value, by its key; None where the spec has none."""
+        return self.sections.get(key)
+
+    def with_value(self, key: str, value: Any) -> "RunSpec":
+        """Return the spec with another single value of a room."""
+        return replace(self, sections={**self.sections, key: value})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all keys as plain containers, the sections of rooms among them."""
+        values = asdict(self)
+        return values | values.pop("sections")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each value, or pair of values, that cannot run."""
-        yield from self._mode_problems()
-        yield from self._diff_problems()
+        names = [*modes()]
+        if self.mode not in names:
+            near = "".join(f" Type mode={name}." for name in nearest_names(self.mode, names))
+            yield f"mode={self.mode} is not known.{near} Allowed: {', '.join(names)}."
+        for mode in modes().values():
+            yield from mode.key_problems(self)
         # Others are made from it, seed * 1_000_003 + epoch for example, and torch takes 64 bits.
         if not 0 <= self.seed < 2**43:
             yield f"seed={self.seed} is out of range. Allowed: 0 to {2**43 - 1}."
         shuffle = self.data.get("shuffle", True)
         if not isinstance(shuffle, bool):
             yield f"data.shuffle={shuffle} does not fit. Allowed: true or false."
-        watchers = []
-        if self.train.compile and self.numerics.every is not None:
-            watchers.append(f"numerics.every={self.numerics.every} measures")
-        if self.train.compile and self.mode == "explain":
-            watchers.append("mode=explain watches")
-        for watcher in watchers:
-            yield (
-                f"{watcher} modules by hooks, which train.compile={typed_value(self.train.compile)}"
-                " would compile into the model. Type train.compile=false."
-            )
         yield from self.guard.problems()
-        yield from self.advise.problems()
-        yield from self.diff.problems()
         yield from self.train.problems()
         yield from self.init.problems()
         for section, keys in _AT_LEAST_ONE:
-            for key in keys:
-                value = getattr(getattr(self, section), key)
-                if value is not None and value < 1:
-                    yield f"{section}.{key}={value} is too small. Allowed: 1 and up."
+            yield from count_problems(section, getattr(self, section), keys)
+        for section in self.sections.values():
+            if is_dataclass(section):
+                yield from section.problems(self)  # type: ignore[attr-defined]
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
-
-    def _mode_problems(self) -> Iterator[str]:
-        """Yield a message for each key that contradicts the mode."""
-        if self.mode not in RUN_MODES:
-            near = "".join(f" Type mode={name}." for name in nearest_names(self.mode, RUN_MODES))
-            yield f"mode={self.mode} is not known.{near} Allowed: {', '.join(RUN_MODES)}."
-        if self.mode == "evaluate" and self.checkpoint.path is None:
-            yield "mode=evaluate needs a checkpoint: checkpoint=<file, folder or run id>."
-        if self.mode == "evaluate" and self.init.weights is not None:
-            yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
-        if self.mode != "evaluate" and self.checkpoint.path is not None:
-            yield (
-                f"mode={self.mode} does not load checkpoint={self.checkpoint.path}. Type mode="
-                "evaluate, init.weights=<it> for its weights, or checkpoint.resume=<it>."
-            )
-        if self.mode != "train" and self.checkpoint.resume is not None:
-            yield f"mode={self.mode} resumes nothing. Leave checkpoint.resume= out."
-        if (self.mode == "explain") != (self.explain is not None):
-            yield (
-                "mode=explain needs explain=<module>, and explain= needs mode=explain. Type "
-                "python -m runner explain <module>, for example blocks.0, or '*' for the model."
-            )
-        if (self.mode == "replay") != (self.batch is not None):
-            yield (
-                "debug=replay needs batch=<a saved batch>, and batch= needs debug=replay. Type "
-                "debug=replay batch=outputs/runs/<time>/guard/batch-<step>.json."
-            )
-
-    def _diff_problems(self) -> Iterator[str]:
-        """Yield a message for each key that contradicts mode=diff."""
-        if self.mode != "diff":
-            if self.against is not None:
-                yield f"against={self.against} needs mode=diff. Type it, or leave against= out."
-            return
-        if self.against is None and not self.diff.dump:
-            yield (
-                "mode=diff needs what to compare with. Type against=32-true, against=train.compile="
-                "false, against=<run, checkpoint or dump>, or diff.dump=true to write a dump."
-            )
-        if self.train.compile and self.train.compile != "regional":
-            yield (
-                f"mode=diff sees no modules inside train.compile={typed_value(self.train.compile)}."
-                " Type train.compile=regional, which compiles each repeated block for itself."
-            )

@@ -77,7 +77,7 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     for part in fields(RunSpec):
         node = getattr(spec, part.name)
         # The user's own values are no group, whatever they hold.
-        if not isinstance(node, dict) or part.name == "vars":
+        if not isinstance(node, dict) or part.name in ("vars", "sections"):
             continue
         leading = LEADING_ARGUMENT_COUNTS.get(part.name, 0)
         if part.name == "data":

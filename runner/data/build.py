@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.config.instantiation import data_target_node, target_name
+from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, build_value
 from runner.data.batch_layout import PAIRS
@@ -338,8 +339,7 @@ def _collator(spec: RunSpec) -> Collator | None:
 def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
     """Return the order of data.sampler, called with the training set; None without one."""
     value = spec.data.get("sampler")
-    # An evaluation reads no training examples.
-    if value is None or spec.mode == "evaluate":
+    if value is None or not mode_named(spec.mode).reads_training_data:
         return None
     name = target_name(value)
     try:

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from runner.config.instantiation import target_name
+from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.data.batch_layout import Batch
 from runner.data.collate import collate, error_with_line
@@ -160,8 +161,7 @@ def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> 
     if spec.debug.overfit:
         return  # a list of a few training examples takes the place of all sets
     streams = [label for label, dataset in evaluated.items() if is_stream(dataset)]
-    # An evaluation reads no training examples.
-    if is_stream(train) and spec.mode != "evaluate":
+    if is_stream(train) and mode_named(spec.mode).reads_training_data:
         streams.insert(0, "train")
         sampler = spec.data.get("sampler")
         if spec.train.max_steps is None:

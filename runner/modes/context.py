@@ -1,12 +1,14 @@
 """The parts that every function of a run needs, and the folders of its processes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from runner.config.invocation import Invocation
+from runner.config.room import Mode, mode_named
 from runner.config.schema import RunSpec
 from runner.distributed.strategy import Strategy
 from runner.distributed.torchrun import ProcessRank
@@ -14,6 +16,7 @@ from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.tracking.tracker import RunOutput
+from runner.training.callbacks.callback import RunCallback
 from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
@@ -37,6 +40,8 @@ class RunContext(RunOutput):
         task: loss and metrics.
         signals: signals that ask the run to stop.
         strategy: how several processes share the work.
+        user_callbacks: the user's callbacks, by their names; empty in other processes than the
+            main one.
     """
 
     spec: RunSpec
@@ -46,6 +51,12 @@ class RunContext(RunOutput):
     task: Task
     signals: StopSignals
     strategy: Strategy
+    user_callbacks: Mapping[str, RunCallback] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> Mode:
+        """Return the mode of the run."""
+        return mode_named(self.spec.mode)
 
     @property
     def device(self) -> torch.device:

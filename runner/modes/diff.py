@@ -9,7 +9,7 @@ the reference is the run itself, trained again up to the steps that are compared
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ from runner.diagnostics.divergence.reference import (
 )
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.diagnostics.divergence.tensor_error import log_probability_error
+from runner.diagnostics.room import DiffSpec
 from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.replay import checkpoint_before_step, states_before
@@ -183,7 +184,7 @@ def _reference(run: RunContext) -> DiffReference:
         ConfigError: `against` names nothing that can be compared with.
     """
     spec = run.spec
-    if spec.against is None:
+    if spec.value("against") is None:
         return DiffReference(run.precision.name, spec)
     reference = run_reference(spec, run.invocation) or resolve_reference(spec)
     return replace(reference, spec=_comparable(reference.spec))
@@ -214,7 +215,7 @@ class _Comparison:
         """Train the reference up to each of the steps, and yield what is found there."""
         spec = self._reference.spec
         device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
-        steps = sorted({*self._run.spec.diff.steps})
+        steps = sorted({*self._run.spec.section(DiffSpec).steps})
         start = None
         if self._reference.run is not None:
             start = checkpoint_before_step(self._reference.run, steps[0], self._has_settings)
@@ -230,7 +231,8 @@ class _Comparison:
         for reached in reach(steps, start):
             yield self._compare(reached.state, reached.step, reached.micros[0])
         # A dump is of its own step, and in later steps both executions have the same weights.
-        is_fixed = run.spec.diff.dump or self._reference.dump or spec.init != run.spec.init
+        writes_dump = run.spec.section(DiffSpec).dump
+        is_fixed = writes_dump or self._reference.dump or spec.init != run.spec.init
         if is_fixed or "diff.steps" in typed_overrides(run.invocation):
             return
         # A reference that cannot train, or whose run ends before, has no such step.
@@ -256,7 +258,7 @@ class _Comparison:
         generators = generator_states(state.device)
         ours = _execution(self._reference.label, state)
         batches = (_on(batch, state.device), _on(batch, run.device))
-        if run.spec.diff.dump:
+        if run.spec.section(DiffSpec).dump:
             path = dump_path(run.out, step)
             content = record_reference(ours, batches[0], generators)
             precision = self._reference.spec.precision
@@ -333,7 +335,7 @@ def _on(batch: Batch, device: torch.device) -> Batch:
 
 
 def run_reference(spec: RunSpec, invocation: Invocation) -> DiffReference | None:
-    """Return the run that spec.against names; None where it names no run's folder.
+    """Return the run that against= names; None where it names no run's folder.
 
     Raises:
         ConfigError: the run cannot be trained again, or its config names code that is not trusted.
@@ -354,12 +356,12 @@ def run_reference(spec: RunSpec, invocation: Invocation) -> DiffReference | None
 
 
 def resolve_reference(spec: RunSpec) -> DiffReference:
-    """Return what spec.against names, which is no run.
+    """Return what against= names, which is no run.
 
     Raises:
         ConfigError: it names nothing that can be compared with.
     """
-    text = str(spec.against)
+    text = str(spec.value("against"))
     name = PRECISION_ALIASES.get(text, text)
     if name in registry.precision_names():
         # As composed without any precision.<key> of the command, which is the other execution's.
@@ -371,8 +373,8 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         path = Path(text)
         if is_dump(path):
             return _dump_reference(spec, path)
-        if max(spec.diff.steps) > 1:
-            steps = str(spec.diff.steps).replace(" ", "")
+        if max(spec.section(DiffSpec).steps) > 1:
+            steps = str(spec.section(DiffSpec).steps).replace(" ", "")
             raise ConfigError(
                 f"against={text} compares other weights, and in later steps of diff.steps={steps} "
                 f"both have the same. Type diff.steps=[1], or init.weights={text} against=<...>."
@@ -384,7 +386,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         for word in words:
             key, _, value = word.partition("=")
             if key == "precision":
-                reference = resolve_reference(replace(reference, against=value)).spec
+                reference = resolve_reference(reference.with_value("against", value)).spec
             else:
                 reference = _with_value(reference, word, key)
         return DiffReference(text, reference, own=_own_values(spec, words))
@@ -431,7 +433,7 @@ def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
 
 def _own_values(spec: RunSpec, words: list[str]) -> str:
     """Return the spec's own values of the keys that other words set, as overrides."""
-    config = OmegaConf.create(asdict(spec))
+    config = OmegaConf.create(spec.to_dict())
     missing = object()  # as an option that another precision has
     found = []
     for key in (word.partition("=")[0] for word in words):
@@ -442,7 +444,7 @@ def _own_values(spec: RunSpec, words: list[str]) -> str:
 
 
 def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
-    config = OmegaConf.create(asdict(spec))
+    config = OmegaConf.create(spec.to_dict())
     missing = object()
     if OmegaConf.select(config, key, default=missing) is missing:
         known = list(dotted_keys("", config))
@@ -467,9 +469,9 @@ def is_of_training(key: str) -> bool:
 
 
 def run_folder_of(spec: RunSpec) -> Path | None:
-    """Return the folder of the run that spec.against names, by itself or by its MLflow id; None
+    """Return the folder of the run that against= names, by itself or by its MLflow id; None
     where it names something else."""
-    text = spec.against or ""
+    text = spec.value("against") or ""
     if path_exists(text):
         return Path(text) if (Path(text) / CONFIG).is_file() else None
     if len(text) == 32 and text.isalnum():
@@ -488,6 +490,7 @@ def plan_diff(plan: PlannedRun) -> PlannedRun:
     """
     spec = plan.spec
     invocation = plan.invocation
+    against = spec.value("against")
     folder = run_folder_of(spec)
     if folder is None:
         return plan
@@ -496,10 +499,10 @@ def plan_diff(plan: PlannedRun) -> PlannedRun:
     for preset in PRESET_GROUPS:
         if preset in typed:
             raise ConfigError(
-                f"against={spec.against} is a run, whose settings are taken. Leave {preset}= out."
+                f"against={against} is a run, whose settings are taken. Leave {preset}= out."
             )
     # Its code was judged with the whole of the run's config.
-    config = SavedConfig(asdict(run_spec), folder, "against", is_signed=True)
+    config = SavedConfig(run_spec.to_dict(), folder, "against", is_signed=True)
     names: Any = {}
     with suppress(OSError, ValueError):  # a run that was killed has no result
         names = read_json(folder / RESULT)
@@ -507,15 +510,15 @@ def plan_diff(plan: PlannedRun) -> PlannedRun:
         names = {}
     choices = {key: names.get(key, "") for key in RUN_KEYS if key not in typed}
     merged, invocation = merge(config, spec, invocation, RUN_KEYS, choices)
-    merged = replace(merged, against=str(folder))
+    merged = merged.with_value("against", str(folder))
     for key, (value, _) in changes(run_spec, merged).items():
         if is_of_training(key) and not key.startswith(COMPARED_KEYS):
             # The word that was typed and set the key, as `data` sets `data.context`.
             parents = [word for word in typed if f"{key}.".startswith(f"{word}.")]
             parent = f"{max(parents, key=len)}=" if parents else key
             raise ConfigError(
-                f"against={merged.against}: the run has {key}={value}, and both executions "
-                f"take its batches and training. Leave {parent} out. Allowed to "
+                f"against={folder}: the run has {key}={value}, and both executions take its "
+                f"batches and training. Leave {parent} out. Allowed to "
                 f"differ: precision, and keys that begin with {', '.join(COMPARED_KEYS)}."
             )
     return plan._replace(spec=merged, invocation=invocation)
@@ -546,5 +549,5 @@ def diffed_run_spec(spec: RunSpec, invocation: Invocation, folder: Path) -> RunS
     elif run_spec.train.compile and run_spec.train.compile != "regional":
         problem = "was compiled as one program, in which there are no modules to see"
     if problem:
-        raise ConfigError(f"against={spec.against}: the run {problem}.")
+        raise ConfigError(f"against={spec.value('against')}: the run {problem}.")
     return replace(run_spec, accelerator=spec.accelerator)

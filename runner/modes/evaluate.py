@@ -5,7 +5,7 @@ The tracker is open already; run.py closes it.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -71,7 +71,7 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
     nodes |= {key: config.values[key] for key in ("seed", "deterministic") if key in config.values}
     trained = config.values.get("train", {})
-    composed = (invocation.composed_config or asdict(spec))["train"]
+    composed = (invocation.composed_config or spec.to_dict())["train"]
     # Another precision may not compile what the run's own did.
     kept = _TRAIN_KEYS if "precision" in untyped else _TRAIN_KEYS[:3]
     nodes["train"] = {**composed, **{key: trained[key] for key in kept if key in trained}}

@@ -41,15 +41,15 @@ _FLOW_COLUMNS = {
 
 
 def explain(run: RunContext) -> None:
-    """Print what the modules that spec.explain names do in one forward and backward.
+    """Print what the modules that explain= names do in one forward and backward.
 
     Raises:
         ConfigError: the pattern matches no module, or data, model and task do not fit together.
     """
     spec = run.spec
+    pattern = spec.value("explain")
     precision = run.precision
     device = run.device
-    assert spec.explain is not None
     prepare_process(run)
     data = build_data(spec).train_and_val()
     train_loader = build_run_loaders(spec, data, device).train
@@ -62,7 +62,7 @@ def explain(run: RunContext) -> None:
         modules = dict(built.model.named_modules())
         snapshots: list[NumericsSnapshot] = []
         # A pattern selects the modules inside those that it names, too.
-        names = select_modules("explain", [spec.explain], modules)
+        names = select_modules("explain", [pattern], modules)
         with precision.session(built.model, device):
             try_batch(run, state, train_loader, says_layout=False)
             prepare_model(spec, precision, device, built.model)
@@ -76,7 +76,7 @@ def explain(run: RunContext) -> None:
                 if loss.requires_grad:
                     backpropagate(state, state.scale.multiply(loss))
     weights = spec.init.weights or f"seed {spec.seed}"
-    run.console.print(f"{spec.explain}: {run.label}, {run.accelerator.name}", markup=False)
+    run.console.print(f"{pattern}: {run.label}, {run.accelerator.name}", markup=False)
     number = format_number(loss.item())
     run.say(f"first batch of {examples_in(batch)}, weights of {weights}: loss {number}")
     if not built.report.modules:

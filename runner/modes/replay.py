@@ -8,7 +8,6 @@ original one. Where the run's config is missing, the weights are new ones. Nothi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +37,7 @@ from runner.diagnostics.nonfinite_trace import (
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.context import RunContext
 from runner.modes.execution import build_execution, starting_model
+from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
 from runner.precision.contract import Precision
@@ -107,10 +107,9 @@ class _Start(NamedTuple):
 
 
 def replay(run: RunContext) -> None:
-    """Replay the batch that spec.batch names, and print where its numbers stop being finite."""
+    """Replay the batch that batch= names, and print where its numbers stop being finite."""
     precision = run.precision
-    assert run.spec.batch is not None
-    saved = saved_batch.read_saved_batch(Path(run.spec.batch))
+    saved = saved_batch.read_saved_batch(Path(run.spec.value("batch")))
     value = precision.scale(run.device).value
     # The scale of the step where it is known: at another one other gradients overflow.
     scale = 1.0 if value is None else saved.loss_scale or value.item()
@@ -157,7 +156,7 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
     state, batches, weights = state_before_step(run_spec, saved, run.device, run.say)
     with state.precision.session(state.plain_model, run.device):
         checkpoint = LoadedCheckpoint(
-            Path(spec.batch or ""), checkpoint_state_dict(state, run_spec)
+            Path(spec.value("batch") or ""), checkpoint_state_dict(state, run_spec)
         )
         rng = rng_state(run.device)
         for name, parameter in state.plain_model.named_parameters():
@@ -178,7 +177,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
     Raises:
         ConfigError: the set has fewer examples than the batch's indices need, or is a stream.
     """
-    spec = run.spec
+    spec, path = run.spec, run.spec.value("batch")
     data = run.invocation.option_name("data", spec.data)
     if (data, spec.seed) != (saved.data, saved.seed):
         run.console.print(
@@ -189,13 +188,13 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
     loader = build_run_loaders(spec, data_sets, run.device).train
     if isinstance(loader, StreamLoader) or not saved.micro_batches:
         raise ConfigError(
-            f"batch={spec.batch} is of a stream, or of another data= than it was saved with "
+            f"batch={path} is of a stream, or of another data= than it was saved with "
             f"(data={saved.data}). A stream's samples have no indices: leave init.weights out."
         )
     highest = max(index for micro in saved.micro_batches for index in micro)
     if highest >= loader.examples:
         raise ConfigError(
-            f"batch={spec.batch} holds sample {highest}; the training set has {loader.examples}. "
+            f"batch={path} holds sample {highest}; the training set has {loader.examples}. "
             f"Type the data= and data.* that it was saved with (data={saved.data})."
         )
     # By micro-batch, as in the step: batch statistics depend on which samples are together.
@@ -309,36 +308,32 @@ def run_of_batch(spec: RunSpec, invocation: Invocation) -> RunSpec | None:
         ConfigError: the run's config is damaged, or names code that is not trusted.
     """
     config = folder_config(_run_folder(spec), "batch")
-    return config and replace(check_run(config, spec, invocation), batch=spec.batch)
+    return config and check_run(config, spec, invocation).with_value("batch", spec.value("batch"))
 
 
 def _run_folder(spec: RunSpec) -> Path:
     """Return the folder of the run whose guard saved a batch, as `guard/batch-<step>.json`."""
-    return Path(spec.batch or "").absolute().parent.parent
+    return Path(spec.value("batch") or "").absolute().parent.parent
 
 
-def with_run_config(
-    spec: RunSpec, invocation: Invocation, saved: SavedBatch
-) -> tuple[RunSpec, Invocation]:
-    """Return the spec of a replay, with its run's values where none was typed.
+def plan_replay(plan: PlannedRun) -> PlannedRun:
+    """Return a replay with its run's values where none was typed.
 
     Args:
-        spec: of the replay; its batch names the file in the run's folder.
-        invocation: what was typed.
-        saved: the batch.
-
-    Returns:
-        The spec, and the invocation with the names of the run's options.
+        plan: its spec's batch names the file in the run's folder.
 
     Raises:
         ConfigError: the run's config is damaged, or names code that is not trusted.
     """
+    spec, invocation = plan.spec, plan.invocation
+    saved = saved_batch.read_saved_batch(Path(spec.value("batch")))
     config = folder_config(_run_folder(spec), "batch")
     if config is None:
-        return spec, invocation
+        return plan
     untyped = [key for key in RUN_KEYS if not invocation.overrides_key(key)]
     choices = {key: name for key, name in saved.names.items() if key in untyped}
-    return merge(config, spec, invocation, untyped, choices)
+    spec, invocation = merge(config, spec, invocation, untyped, choices)
+    return plan._replace(spec=spec, invocation=invocation)
 
 
 def checkpoint_before_step(

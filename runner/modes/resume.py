@@ -7,7 +7,7 @@ the store is found, by saved_run.py.
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
     """
     where = plan.spec.checkpoint.resume
-    if where is None or plan.spec.mode != "train":
+    if where is None or not plan.spec.trains:
         return plan
     if where == AUTO:
         return _plan_own_folder(plan, say)
@@ -171,7 +171,7 @@ def _merge_spec(
         # cannot be known: the command's spec counts as a whole.
         return spec, invocation
     config = saved.config("checkpoint.resume")
-    composed = invocation.composed_config or asdict(spec)
+    composed = invocation.composed_config or spec.to_dict()
     # checkpoint.path belongs to mode=evaluate.
     checkpoint = {**composed["checkpoint"], **config.values.get("checkpoint", {}), "path": None}
     values = {**config.values, "checkpoint": checkpoint}

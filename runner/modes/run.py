@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -17,11 +16,10 @@ from rich.console import Console
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_superseded
 from runner.config.invocation import Invocation
 from runner.config.resolve import flatten
-from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE, RunSpec
+from runner.config.room import mode_named
+from runner.config.schema import RunSpec
 from runner.config.targets import build_group, check_targets, loading_problems
 from runner.data.task_target import build_task, task_problems
-from runner.diagnostics import saved_batch
-from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.diagnostics.numerics.probe import check_numerics
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
@@ -46,10 +44,6 @@ from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
 from runner.utils.reproducibility import process_state
 from runner.utils.secrets import redact
 from runner.utils.stop_signals import Stopped, StopSignals
-
-_UNTRACKED_MODES = ("plan", "explain", "replay")
-"""Modes that print alone, and record nothing in the store; each is a function in a module of its
-name."""
 
 
 def run(
@@ -95,13 +89,13 @@ def _run(
         # Nothing is computed yet, so a signal ends the set-up at once.
         with signals.interruptible():
             context = _build_context(plan, out, console, strategy, signals)
-            mode = context.spec.mode
-            if rank.world_size > 1 and mode not in ("train", "evaluate"):
+            if rank.world_size > 1 and not context.mode.takes_processes:
                 raise ConfigError(
-                    f"mode={mode} works in one process, not {rank.world_size}: leave torchrun out."
+                    f"mode={context.mode.name} works in one process, not {rank.world_size}: leave "
+                    "torchrun out."
                 )
-            if mode in _UNTRACKED_MODES:
-                getattr(import_module(f"runner.modes.{mode}"), mode)(context)
+            if not context.mode.is_recorded:
+                context.mode.run(context, plan.saved)
                 names = (context.precision.name, context.label, str(out))
                 result = RunResult(*names, device=context.accelerator.name)
                 result.write(out)
@@ -139,24 +133,15 @@ def _plan_resume(plan: PlannedRun, console: Console, strategy: Strategy) -> Plan
 
 
 def _check_plan(plan: PlannedRun) -> PlannedRun:
-    """Return what to run, of mode=evaluate with its checkpoint and of mode=diff with its run.
+    """Return what to run, as its mode completes it: an evaluation with its checkpoint.
 
     Raises:
         ConfigError: with every problem of the config.
     """
-    mode = plan.spec.mode
-    if mode in ADVISE_MODES:
-        raise ConfigError(ADVISE_USAGE_MESSAGE)
     # All problems are collected, so that one message names every one of them.
     problems = [*plan.spec.problems()]
-    if mode == "evaluate" and not problems:
-        from runner.modes.evaluate import plan_evaluation
-
-        plan = plan_evaluation(plan)
-    if mode == "diff" and not problems:
-        from runner.modes.diff import plan_diff
-
-        plan = plan_diff(plan)
+    if not problems:
+        plan = mode_named(plan.spec.mode).plan(plan)
     problems += check_targets(plan.spec)
     problems += loading_problems(plan.spec.data)
     problems += task_problems(plan.spec.task)
@@ -173,15 +158,9 @@ def _build_context(
     Raises:
         ConfigError, Unavailable: as `run`.
     """
-    spec = plan.spec
-    invocation = plan.invocation
+    spec, invocation = plan.spec, plan.invocation
     chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
     accelerator = Accelerator(strategy.device(chosen.device))
-    if spec.mode == "replay":
-        from runner.modes.replay import with_run_config
-
-        saved = saved_batch.read_saved_batch(Path(spec.batch or ""))
-        spec, invocation = with_run_config(spec, invocation, saved)
     precision = build_precision(spec, accelerator.device, strategy)
     check_numerics(spec, strategy)
     task: Task = build_task(spec.task)
@@ -190,48 +169,38 @@ def _build_context(
     # One run in the store for all processes: the first one records it.
     if not strategy.rank.is_main:
         tracker = ProcessJournal()
+    callbacks = {}
+    if spec.trains and strategy.rank.is_main:
+        callbacks = build_user_callbacks(spec.callbacks)
     return RunContext(
-        out, console, tracker, spec, invocation, accelerator, precision, task, signals, strategy
+        out,
+        console,
+        tracker,
+        spec,
+        invocation,
+        accelerator,
+        precision,
+        task,
+        signals,
+        strategy,
+        callbacks,
     )
 
 
 def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResult:
-    """Run mode=train, mode=evaluate or mode=diff, recorded in the store.
+    """Run a mode that is recorded in the store.
 
     Args:
         context: the run's parts.
-        saved: the checkpoint that mode=train continues from, or that mode=evaluate evaluates.
+        saved: the checkpoint that a training continues from, or that an evaluation evaluates.
     """
-    mode = context.spec.mode
-    resumed = saved if mode == "train" else None
-    memory = MemoryWatch(
-        context.spec,
-        context.precision,
-        context.accelerator,
-        context.invocation.choices.get("optimizer", ""),
-        context.save_traceback,
-    )
-    user_callbacks = {}
-    if mode != "evaluate" and context.strategy.rank.is_main:
-        user_callbacks = build_user_callbacks(context.spec.callbacks)
+    resumed = saved if context.mode.trains else None
     info = _run_info(context, resumed)
     resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
-    with _tracked(context, info, resumed_note), memory.explain():
-        if mode == "diff":
-            from runner.modes.diff import diff
-
-            result, report = diff(context)
-        elif mode == "train":
-            from runner.modes.train import train
-
-            result, report = train(context, resumed, memory, user_callbacks)
-        else:
-            from runner.modes.evaluate import evaluate_checkpoint
-
-            assert saved is not None
-            # An evaluation leaves nothing to save, so a signal ends it at once.
-            with context.signals.interruptible():
-                result, report = evaluate_checkpoint(context, saved, memory)
+    with _tracked(context, info, resumed_note):
+        outcome = context.mode.run(context, saved)
+        assert outcome is not None  # of a mode that is recorded
+        result, report = outcome
         context.signals.check()
         result.log_cost(context.tracker)
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
@@ -265,7 +234,7 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
     try:
         run_metadata.write_config(context.out, context.spec, context.invocation.is_trusted)
         write_json(context.out / ENVIRONMENT, environment)
-        if context.spec.mode == "train" and info.step == 0 and context.strategy.rank.is_main:
+        if context.mode.trains and info.step == 0 and context.strategy.rank.is_main:
             # Those of an earlier run in this folder: the newest would be taken for this run's.
             rename_superseded(context.checkpoint_folder, -1)
         tracker.open(info)

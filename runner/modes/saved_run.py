@@ -10,7 +10,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -112,7 +112,7 @@ def check_run(config: SavedConfig, spec: RunSpec, invocation: Invocation) -> Run
         ConfigError: the config is no spec, or names code that is not trusted.
     """
     values = dict(config.values)
-    composed = invocation.composed_config or asdict(spec)
+    composed = invocation.composed_config or spec.to_dict()
     typed = typed_overrides(invocation)
     # No file holds a secret, so that it is typed again.
     for key in masked_keys("", config.values):
@@ -150,7 +150,7 @@ def merge(
     Raises:
         ConfigError: the settings do not resolve, or name code that is not trusted.
     """
-    composed = dict(invocation.composed_config or asdict(spec))
+    composed = dict(invocation.composed_config or spec.to_dict())
     merged = composed | {key: config.values[key] for key in keys if key in config.values}
     # What is typed is copied before anything is resolved, so that its interpolations read the
     # run's values.
@@ -167,7 +167,9 @@ def merge(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{config.key}={config.path}: {error}") from error
     groups = [group for group in TARGET_GROUPS if group in keys]
-    check_trusted(config._replace(values=asdict(resolved)), groups, _typed_nodes(spec, invocation))
+    check_trusted(
+        config._replace(values=resolved.to_dict()), groups, _typed_nodes(spec, invocation)
+    )
     return resolved, replace(
         invocation,
         choices={**invocation.choices, **choices},

@@ -22,7 +22,7 @@ from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData
 from runner.data.stream_loader import BatchLoader, StreamLoader, is_stream
 from runner.diagnostics.data_checks import data_problems
-from runner.diagnostics.memory.out_of_memory import is_out_of_memory
+from runner.diagnostics.memory.out_of_memory import MemoryWatch, is_out_of_memory
 from runner.modes import batch_rules
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
@@ -57,6 +57,15 @@ _ROUNDING_LINES = {
 """What a run that compiles prints, by train.compile_rounding."""
 
 
+@contextmanager
+def explained_memory(run: RunContext) -> Iterator[MemoryWatch]:
+    """Return a context in which an allocator's error says what held memory and what would fit."""
+    optimizer = run.invocation.choices.get("optimizer", "")
+    memory = MemoryWatch(run.spec, run.precision, run.accelerator, optimizer, run.save_traceback)
+    with memory.explain():
+        yield memory
+
+
 def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None = None) -> RunLoaders:
     """Build, report and check the loaders of a run's data sets, those that its mode reads.
 
@@ -76,7 +85,7 @@ def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None = None) -> R
     rank = run.strategy.rank
     loaders = build_run_loaders(run.spec, data, run.device, rank, run.task)
     labelled = loaders.labelled
-    trains = run.spec.mode == "train"
+    trains = run.spec.trains
     if not trains:
         del labelled["train"]
     datasets = {label: loader.dataset for label, loader in labelled.items()}
@@ -404,7 +413,7 @@ def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:
         yield "test set: not evaluated with debug.overfit"
         return
     sizes = ", ".join(f"{name or 'test'} ({_count(found)})" for name, found in data.test.items())
-    if run.spec.mode == "evaluate":
+    if not run.spec.trains:
         yield f"test sets: {sizes}; metrics test/..."
         return
     yield f"test sets: {sizes}; evaluated once, at the end, with the last weights; metrics test/..."
@@ -469,7 +478,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     if rounding:
         tags["fused_rounding"] = rounding
         run.say(_ROUNDING_LINES[rounding])
-    trains = run.spec.mode == "train"
+    trains = run.spec.trains
     if trains and run.spec.train.freeze:
         run.say(describe_frozen(built.model))
     # Only a training says it: in an evaluation nothing trains anyway.
@@ -493,7 +502,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
 
 def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: InitialWeights) -> None:
     """Warn where an adapter freezes weights that init.skip left at random values."""
-    if run.spec.mode != "train" or not run.spec.adapter.get("_target_"):
+    if not run.spec.trains or not run.spec.adapter.get("_target_"):
         return
     fresh = set(initial.fresh)
     frozen: dict[str, None] = {}

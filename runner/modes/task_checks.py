@@ -61,7 +61,7 @@ def output_lines(
         check_joinable(state, batch, output)
     parts = run.spec.train.accumulate * run.strategy.rank.world_size
     is_known = task.whole_batch or task.additions.whole_batch is False
-    if run.spec.mode != "train" or parts == 1 or is_known:
+    if not run.spec.trains or parts == 1 or is_known:
         return
     whole, halves = _whole_and_halves(state, *batch, output)
     tolerance = _LOSS_TOLERANCE

@@ -3,7 +3,7 @@
 The tracker is open already; run.py closes it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -42,7 +42,6 @@ from runner.modes.training_outputs import (
     wants_model_folders,
 )
 from runner.precision.loss_scale import watch_gradient_calls
-from runner.training.callbacks.callback import RunCallback
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.loop import evaluate_sets, fit, total_steps
 from runner.training.setup import build_state
@@ -57,19 +56,13 @@ from runner.utils.tensors import MIB, tensor_bytes
 _UNMEASURED = nullcontext()
 
 
-def train(
-    run: RunContext,
-    resumed: LoadedCheckpoint | None,
-    memory: MemoryWatch,
-    user_callbacks: Mapping[str, RunCallback] = {},
-) -> RunOutcome:
+def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch) -> RunOutcome:
     """Train a run from its start or from a checkpoint.
 
     Args:
         run: its parts.
         resumed: the checkpoint to continue from; None for a run that starts.
         memory: explains an allocator's error; it is given the state before the first step.
-        user_callbacks: the user's, by their names; empty in other processes than the main one.
 
     Raises:
         ConfigError: data, model, optimizer and task do not fit together.
@@ -102,7 +95,7 @@ def train(
             hook = set_evaluation_hook(run, state)
             check_evaluation(run, state, loaders.validation, hook)
         proof = FirstStepProof(run, state, built.report)
-        callbacks = _train_loop(run, state, loaders, resumed, proof, user_callbacks)
+        callbacks = _train_loop(run, state, loaders, resumed, proof)
         unsaved = _save_weights(run, callbacks)
         # After the last checkpoint: the message names the newest one.
         failure = callbacks.failure_message
@@ -152,7 +145,6 @@ def _train_loop(
     loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
     proof: FirstStepProof,
-    user_callbacks: Mapping[str, RunCallback],
 ) -> TrainingCallbacks:
     """Train with every callback reading the records; return the callbacks."""
     spec = run.spec
@@ -161,7 +153,7 @@ def _train_loop(
             try_batch(run, state, loaders.val, says_layout=False)
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
-    callbacks = TrainingCallbacks(run, state, loaders.train, start_step, user_callbacks)
+    callbacks = TrainingCallbacks(run, state, loaders.train, start_step)
     if resumed is not None:
         messages = callbacks.restore(resumed)
         planned = callbacks.planned_steps

@@ -1,6 +1,5 @@
 """Make the callbacks that read a training's records, with the guard; write its checkpoints."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import BatchLoader, StreamLoader, reads_of
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.probe import NumericsCallback
+from runner.diagnostics.room import NumericsSpec
 from runner.modes.context import RunContext
 from runner.modes.result import TIME_LIMIT
 from runner.modes.saved_run import typed_overrides
@@ -58,12 +58,7 @@ class TrainingCallbacks:
     """
 
     def __init__(
-        self,
-        run: RunContext,
-        state: TrainState,
-        loader: BatchLoader,
-        start_step: int,
-        user_callbacks: Mapping[str, RunCallback],
+        self, run: RunContext, state: TrainState, loader: BatchLoader, start_step: int
     ) -> None:
         self.run = run
         self.state = state
@@ -95,8 +90,9 @@ class TrainingCallbacks:
             self.guard,
         ]
         self.numerics = None
-        if spec.numerics.every and run.strategy.rank.is_main:
-            self.numerics = NumericsCallback(state, spec.numerics.every, run, run.label)
+        every_numerics = spec.section(NumericsSpec).every
+        if every_numerics and run.strategy.rank.is_main:
+            self.numerics = NumericsCallback(state, every_numerics, run, run.label)
             self.callbacks.append(self.numerics)
         if spec.train.early_stop:
             patience = spec.train.early_stop
@@ -108,7 +104,7 @@ class TrainingCallbacks:
             if run.strategy.rank.world_size > 1:
                 names = ", ".join(spec.callbacks)
                 run.say(f"callbacks: {names} (called in the main process only)")
-            self.user = UserCallbacks(user_callbacks, state, run)
+            self.user = UserCallbacks(run.user_callbacks, state, run)
             self.callbacks.append(self.user)
         # Checkpoints come last: what the guard refuses is not saved.
         every = spec.checkpoint.every_steps

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate
 from runner.distributed.strategy import Strategy
@@ -161,7 +162,7 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
     precision.require(device)
     precision.require_strategy(strategy)
     adapter_node = spec.adapter if spec.adapter.get("_target_") else None
-    if spec.mode == "train" and precision.trained_in and adapter_node is None:
+    if spec.trains and precision.trained_in and adapter_node is None:
         raise ConfigError(
             f"mode=train with precision={precision.name}: its weights are packed and do not train. "
             f"Type precision={precision.trained_in} to train weights for it, mode=evaluate "
@@ -174,7 +175,7 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
             f"precision={precision.name}. Allowed here: null. Type strategy.reduce_dtype=null."
         )
     # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
-    if adapter_node is not None and spec.mode in ("train", "plan", "explain"):
+    if adapter_node is not None and mode_named(spec.mode).adapts:
         adapter = build_group("adapter", adapter_node)
         # An adapter of the user's own may lack it.
         if hasattr(adapter, "check_precision"):

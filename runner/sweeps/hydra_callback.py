@@ -20,7 +20,8 @@ from runner.config import resolve
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS, YAML_LOADER
-from runner.config.schema import ADVISE_MODES, ADVISE_USAGE_MESSAGE
+from runner.config.room import mode_named
+from runner.sweeps.room import ADVISE_USAGE_MESSAGE
 from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
 from runner.utils.files import check_links, write_text
 from runner.utils.library_warnings import suppress_warnings
@@ -100,7 +101,7 @@ class SweepCallback(Callback):
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
-        if config.mode in ("plan", "explain"):
+        if not mode_named(config.mode).is_recorded and not mode_named(config.mode).chooses_jobs:
             tracking = {"_target_": "runner.tracking.tracker.NoTracker"}
         overrides = override_texts(config.hydra.overrides.task)
         folder = Path(config.hydra.sweep.dir).absolute()
@@ -165,7 +166,7 @@ def _prepare(config: DictConfig) -> None:
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
     _check_sweep_keys(config)
-    if (sweeper == ADVISE) != (config.mode in ADVISE_MODES):
+    if (sweeper == ADVISE) != mode_named(config.mode).chooses_jobs:
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
         from runner.sweeps.advisor.schedule import prepare_sweeper
@@ -189,7 +190,7 @@ def _check_sweep_keys(config: DictConfig) -> None:
             raise ConfigError(f"{key}={value}: type true or false.")
     if not settings.fail_fast:
         return
-    if config.mode in ADVISE_MODES:
+    if mode_named(config.mode).chooses_jobs:
         raise ConfigError(
             f"sweep.fail_fast=true: in mode={config.mode} a precision that fails is an answer. "
             "Leave it out."
@@ -233,9 +234,10 @@ def _prepare_search(config: DictConfig) -> None:
     Raises:
         ConfigError: the direction is unknown, or the mode measures nothing.
     """
-    if config.mode == "plan":
+    if not mode_named(config.mode).is_recorded:
         raise ConfigError(
-            "hydra/sweeper=optuna has nothing to look for in mode=plan. Leave one of them out."
+            f"hydra/sweeper=optuna has nothing to look for in mode={config.mode}. Leave one of "
+            "them out."
         )
     if config.hydra.sweeper.storage is not None:
         raise ConfigError(
@@ -246,7 +248,7 @@ def _prepare_search(config: DictConfig) -> None:
     # is text, or a list for several objectives.
     if isinstance(config.hydra.sweeper.direction, Enum):
         # The task of a checkpoint is not read here.
-        direction = _task_direction(config) if config.mode == "train" else ""
+        direction = _task_direction(config) if mode_named(config.mode).trains else ""
         if direction not in _DIRECTIONS:
             raise ConfigError(
                 "Optuna cannot know here whether more or less is better "

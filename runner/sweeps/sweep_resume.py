@@ -11,11 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from runner.checkpoint import locate
 from runner.config.invocation import given_keys, python_call
 from runner.config.overrides import as_typed, override_key, quote_value, rewrite_arguments
-from runner.config.schema import ADVISE_MODES
 from runner.config.signature import describe_key_location
 from runner.modes.result import RunResult, read_results
 from runner.modes.saved_run import resumed_sweep_store
 from runner.sweeps.manifest import Manifest
+from runner.sweeps.room import ROOM
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST, RESULT
 from runner.utils.secrets import redact
@@ -30,7 +30,7 @@ _CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=", "sweep.verbose=", *_TOLER
 its answer accepts, but not what jobs compute, nor how many run at once, which their speed depends
 on."""
 _REDACTION_MARK = "***"
-_ADVISE_MODES = tuple(f"mode={mode}" for mode in ADVISE_MODES)
+_ADVISE_MODES = tuple(f"mode={mode.name}" for mode in ROOM.modes)
 _FIXING_WORDS = ("sweep=", "hydra/sweeper=", "launcher=", "hydra/launcher=", *_ADVISE_MODES)
 """How the words begin that let other code than Hydra's own sweeper and our launcher number the jobs
 of a sweep."""

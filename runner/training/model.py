@@ -13,7 +13,7 @@ one whole model at most.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from inspect import Parameter, signature
 from itertools import chain
 from pickle import UnpicklingError
@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted
@@ -245,7 +246,7 @@ def _load_plain_weights(
         )
     # The adapter's target comes from the file: it is judged before anything is imported by it.
     config = saved.config("checkpoint")
-    check_trusted(config, ["adapter"], asdict(spec))
+    check_trusted(config, ["adapter"], spec.to_dict())
     adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.
     if precision.storage is torch.float64:
@@ -440,8 +441,7 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
     # The data may draw random numbers, and the weights of the layers are drawn after it: without
     # the fork the weights would depend on what the data draws.
     with torch.random.fork_rng(devices=[]):
-        # mode=plan promises to need no data.
-        if spec.mode == "plan":
+        if not mode_named(spec.mode).needs_data:
             try:
                 return example_batch(spec, _EXAMPLES, device)[0]
             except ForecastUnavailable as error:

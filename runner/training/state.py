@@ -82,7 +82,6 @@ class TrainState:
     Attributes:
         model: converted and on its device, inside the wrappers of the strategy.
         precision: its contexts and casts surround the forward and the backward.
-        plan: by which the model was converted and is called.
         task: loss and metrics.
         scale: the loss scale; a null object for a precision without one.
         optimizers: each with its schedule; empty for a model that is only evaluated.
@@ -102,6 +101,7 @@ class TrainState:
         widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         loss_weights: of the losses that the model returns beside the task's, by their names.
         seed: of the run, the same in all processes.
+        plan: by which the model was converted and is called.
         evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
@@ -111,7 +111,6 @@ class TrainState:
     scale: LossScale
     optimizers: list[ScheduledOptimizer]
     device: torch.device
-    plan: ConversionPlan = NO_PLAN
     clip_norm: float | None = None
     strategy: Strategy = field(default_factory=Single)
     step: int = 0
@@ -126,6 +125,7 @@ class TrainState:
     widened: Collection[Tensor] = ()
     loss_weights: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    plan: ConversionPlan = NO_PLAN
     _update_hook: Callable[[], None] | None = field(default=None, init=False)
     evaluation_hook: EvaluationCall | None = field(default=None, init=False)
 

@@ -5,7 +5,8 @@ import runpy
 
 import pytest
 
-from runner.config.schema import RUN_MODES, RunSpec
+from runner.config.room import modes
+from runner.config.schema import RunSpec
 from runner.precision.registry import precision_names, yaml_header
 from runner.tracking.metric_names import METRICS
 
@@ -40,7 +41,7 @@ def test_every_metric_that_the_code_logs_is_documented(root):
 
 def test_the_text_of_mode_names_every_mode(generate):
     text = generate["attribute_texts"](RunSpec)["mode"]
-    assert set(re.findall(r"\w+", text.partition(": ")[2])) - {"or"} == set(RUN_MODES)
+    assert set(re.findall(r"\w+", text.partition(": ")[2])) - {"or"} == set(modes())
 
 
 def test_every_precision_says_what_and_why():

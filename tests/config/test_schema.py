@@ -4,6 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.config.invocation import Invocation
+from runner.config.room import sections
 from runner.config.schema import RunSpec
 
 COUNTS = (
@@ -19,7 +20,10 @@ def changed(values):
     spec = RunSpec()
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        if section:
+        kind = sections().get(section or name)
+        if kind is not None:
+            spec = spec.with_value(section or name, kind(**{name: value}) if section else value)
+        elif section:
             part = replace(getattr(spec, section), **{name: value})
             spec = replace(spec, **{section: part})
         else:

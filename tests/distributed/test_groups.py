@@ -125,10 +125,10 @@ def test_the_slices_of_all_processes_cover_a_batch():
             assert lengths[0] > 0
 
 
-def test_a_precision_may_refuse_to_be_sharded():
+def test_a_precision_may_refuse_to_be_sharded(monkeypatch):
     precision = load_precision("32-true")
     precision.require_strategy(FSDP())
-    precision.unshardable_reason = "its weights are packed"
+    monkeypatch.setattr(type(precision), "unshardable_reason", "its weights are packed")
     precision.require_strategy(DDP())
     with pytest.raises(Unavailable, match=r"its weights are packed\. Type strategy=ddp"):
         precision.require_strategy(FSDP())

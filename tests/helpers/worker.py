@@ -27,6 +27,7 @@ from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
 from runner.distributed import torchrun
 from runner.modes.run import run
+from runner.rooms import install_rooms
 from runner.utils.errors import RunnerError
 
 # What a run imports when it needs it; each process would import it anew.
@@ -179,6 +180,7 @@ def serve(request):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    install_rooms()
     register_schema()
     for module in PRELOADED:
         import_module(module)

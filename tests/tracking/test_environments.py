@@ -134,9 +134,11 @@ from hydra import compose, initialize_config_module
 
 from runner.config.resolve import register_schema, resolve_spec
 from runner.modes.run import run
+from runner.rooms import install_rooms
 
 mlflow.set_tracking_uri(sys.argv[1])
 mlflow.set_experiment("notebook")
+install_rooms()
 register_schema()
 with initialize_config_module(version_base="1.3", config_module="runner.conf"):
     spec = resolve_spec(compose("config", ["model=mlp", "model.hidden=[16]", "train.max_steps=3"]))

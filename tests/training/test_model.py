@@ -195,7 +195,9 @@ def test_a_precision_takes_back_its_own_state_only(tmp_path, monkeypatch, name, 
     saved = LoadedCheckpoint(saved.path, {**saved.content, "precision_state": {"seen": 7}})
     taken = []
     precision = registry.load_precision(name)
-    monkeypatch.setattr(precision, "load_state_dict", lambda model, state: taken.append(state))
+    monkeypatch.setattr(
+        type(precision), "load_state_dict", lambda self, model, state: taken.append(state)
+    )
     built = restore_model(make_spec(), precision, saved, CPU)
     restore_precision_state(built.model, precision, saved)
     assert taken == ([{"seen": 7}] if takes else [])

@@ -101,7 +101,7 @@ def test_the_run_says_that_weights_are_random_only_where_they_are(case, adapter)
     spec = RunSpec(model={"_target_": target}, adapter=adapter, init=InitSpec(weights=weights))
     precision = registry.load_precision("bnb-nf4")
     this = SimpleNamespace(spec=spec, precision=precision, say=lines.append)
-    print_trainable(this, 1, 2)  # type: ignore
+    print_trainable(this, 1, 2, {})  # type: ignore
     if adapter:
         assert ("the frozen weights are random ones" in lines[-1]) == random
     else:

@@ -209,7 +209,7 @@ def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:
 
 def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
     """Return whether activation checkpointing is possible, and not in use already."""
-    if watch.state is None or watch.spec.mode != "train" or watch.precision.no_recompute_reason:
+    if watch.state is None or not watch.spec.trains or watch.precision.no_recompute_reason:
         return False
     if watch.spec.train.activation_checkpointing:
         return False
@@ -246,7 +246,7 @@ def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
     precision, and an optimizer with less state.
     """
     spec = watch.spec
-    training = spec.mode == "train"
+    training = spec.trains
     size = spec.train.batch_size
     if watch.state and size > 1:
         # The smallest change first: the least divisor, so that the step stays the same.

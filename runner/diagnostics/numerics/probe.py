@@ -28,6 +28,7 @@ from runner.diagnostics.numerics.measure import (
     take_sample,
 )
 from runner.diagnostics.numerics.results import KINDS, Numerics, NumericsSnapshot, TensorStats, read
+from runner.diagnostics.room import NumericsSpec
 from runner.distributed.strategy import Strategy
 from runner.precision.layers.experts import by_expert, expert_names, stack_names
 from runner.tracking.tracker import RunOutput
@@ -285,9 +286,10 @@ def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
     Raises:
         ConfigError: each process has only a part of every tensor.
     """
-    if spec.numerics.every is not None and strategy.shards:
+    every = spec.section(NumericsSpec).every
+    if every is not None and strategy.shards:
         raise ConfigError(
-            f"numerics.every={spec.numerics.every} measures whole tensors, and strategy="
+            f"numerics.every={every} measures whole tensors, and strategy="
             f"{strategy.name} shards them. Type strategy=ddp, or leave numerics.every= out."
         )
 

@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from runner.config.schema import AdviseSpec
 from runner.config.targets import build_group
 from runner.diagnostics.numerics import Numerics
 from runner.modes.result import RunResult
@@ -263,7 +264,7 @@ class RemedySearch:
         """
         self.console.print(f"{name}: {override} helps; verifying it with other seeds")
         # A remedy that was chosen by a seed's loss is biased towards that seed.
-        for seed in self.request.trial_seeds(self.request.spec.advise.seeds + 1)[1:]:
+        for seed in self.request.trial_seeds(self.request.spec.section(AdviseSpec).seeds + 1)[1:]:
             # The baseline has no loss for the last seed, which is one after those of the rounds.
             if seed not in self._advice().baseline_losses:
                 self._run_trial(self.request.baseline, "", seed)

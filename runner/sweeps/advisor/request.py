@@ -19,7 +19,7 @@ from runner.config.invocation import override_texts
 from runner.config.messages import option_hint
 from runner.config.overrides import PRECISION_ALIASES, as_typed, path_exists
 from runner.config.resolve import resolve_spec
-from runner.config.schema import RunSpec
+from runner.config.schema import AdviseSpec, RunSpec
 from runner.config.targets import check_targets, loading_problems
 from runner.data.task_target import task_problems
 from runner.modes.result import RunResult
@@ -269,10 +269,12 @@ class AdviseRequest:
         chosen = typed or [*trainable_here(spec, emulated, supported, config_dir)]
         missing = {row.name: row.why for row in supported if row.why and row.name not in chosen}
         # A precision, or else a run or sweep, whose precision it is then.
-        baseline = PRECISION_ALIASES.get(spec.advise.baseline, spec.advise.baseline)
+        baseline = PRECISION_ALIASES.get(
+            spec.section(AdviseSpec).baseline, spec.section(AdviseSpec).baseline
+        )
         recorded: Sequence[RunResult] = ()
         if baseline not in precision_names(config_dir):
-            recorded = read_recorded_baseline(spec.advise.baseline, spec, chosen)
+            recorded = read_recorded_baseline(spec.section(AdviseSpec).baseline, spec, chosen)
             baseline = recorded[0].precision
         precisions = _with_baseline(chosen, baseline, spec.mode)
         fitting = {}
@@ -516,7 +518,7 @@ def trainable_here(
         trains_nothing = precision.freezes and not has_adapter
         # float64 costs time and memory, and can only win on quality.
         is_float64 = precision.storage is torch.float64
-        cannot_win = is_float64 and spec.advise.objective != "quality"
+        cannot_win = is_float64 and spec.section(AdviseSpec).objective != "quality"
         # Weights for a later packing cost time and quality now.
         cannot_win = cannot_win or bool(precision.trains_for)
         if not (trains_nothing or cannot_win):

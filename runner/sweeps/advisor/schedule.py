@@ -23,6 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register
+from runner.config.schema import AdviseSpec
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     free_memory,
@@ -89,7 +90,7 @@ class TrialScheduler:
         self.request = request
         self.trials = trials
         self.console = plain_console()
-        self.options = request.spec.advise
+        self.options = request.spec.section(AdviseSpec)
         self._written = resumed
 
     def run(self) -> None:
@@ -529,6 +530,8 @@ class AdviseSweeper(Sweeper):
         request = AdviseRequest.from_config(self._config)
         resumes = bool(self._config.hydra.callbacks.sweep.resume)
         resumed = AdviseSettings.read(folder) if resumes else None
-        trials = Trials(self._launcher, folder, request.spec.advise.seconds or 0.0, resumes)
+        trials = Trials(
+            self._launcher, folder, request.spec.section(AdviseSpec).seconds or 0.0, resumes
+        )
         TrialScheduler(request, trials, resumed).run()
         return None

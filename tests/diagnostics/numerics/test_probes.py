@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from runner.config.schema import NumericsSpec, RunSpec
+from runner.config.schema import RunSpec
 from runner.diagnostics.numerics import read
 from runner.diagnostics.numerics.probe import check_numerics
+from runner.diagnostics.room import NumericsSpec
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
 from runner.distributed.strategy import Single
@@ -118,7 +119,7 @@ def test_a_run_that_cannot_be_measured_is_refused(quick):
 
 
 def test_sharded_tensors_are_refused():
-    spec = RunSpec(numerics=NumericsSpec(every=3))
+    spec = RunSpec(sections={"numerics": NumericsSpec(every=3)})
     with pytest.raises(ConfigError, match=r"numerics\.every=3 .* strategy=fsdp .*Type strategy=dd"):
         check_numerics(spec, FSDP())
     check_numerics(spec, DDP())

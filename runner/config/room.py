@@ -1,0 +1,112 @@
+"""What a room adds to a run: sections of the schema, and modes. `runner/rooms.py` lists the rooms.
+
+This module knows none of them: the command line and the Python API install that list once in a
+process, before they read a config.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+    from runner.config.schema import RunSpec
+    from runner.modes.context import RunContext, RunOutcome
+    from runner.modes.resume import PlannedRun
+
+
+class Mode:
+    """What `mode=<name>` does with a spec.
+
+    A subclass sets what its mode needs, and imports what runs it when it is called: the command
+    line reads modes before torch is imported.
+
+    Attributes:
+        name: as it is typed.
+        trains: reads training data, changes weights, and can be resumed.
+        adapts: adds a new adapter to the model; other modes load a run's.
+        is_recorded: is a run of the store, with metrics and a result.
+        takes_processes: several processes may share it.
+        needs_data: reads the data sets; else the shapes of data.meta are enough.
+        reads_training_data: reads the training set, not only those that are evaluated.
+        chooses_jobs: is a sweep whose jobs are chosen as results come in.
+    """
+
+    name: str
+    trains: bool = False
+    adapts: bool = False
+    is_recorded: bool = False
+    takes_processes: bool = False
+    needs_data: bool = True
+    reads_training_data: bool = True
+    chooses_jobs: bool = False
+
+    def key_problems(self, spec: "RunSpec") -> Iterator[str]:
+        """Yield a message for each key of this mode that the spec, of any mode, uses wrongly."""
+        yield from ()
+
+    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+        """Return what to run, completed by what the spec names: a checkpoint, another run.
+
+        Raises:
+            ConfigError: the spec names what cannot be used.
+        """
+        return plan
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome | None":
+        """Run a spec.
+
+        Args:
+            context: the parts of the run.
+            saved: the checkpoint that the plan found.
+
+        Returns:
+            The outcome; None of a mode that is not recorded.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a room adds to a run.
+
+    Attributes:
+        sections: top-level keys of the schema, each with a dataclass of keys, or the type of a
+            single value that is null by default.
+        texts: meaning of each single value, for docs/commands.md.
+        modes: in the order in which they are listed.
+    """
+
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    modes: Sequence[Mode] = ()
+
+
+_installed: list[Room] = []
+_UNKNOWN = Mode()
+
+
+def install(rooms: Sequence[Room]) -> None:
+    """Have this process know the rooms, in place of those that it knew."""
+    _installed[:] = rooms
+
+
+def modes() -> dict[str, Mode]:
+    """Return the modes of all rooms by their names."""
+    return {mode.name: mode for room in _installed for mode in room.modes}
+
+
+def mode_named(name: str) -> Mode:
+    """Return a mode; one that needs nothing for a name that no room has, which RunSpec.problems
+    reports."""
+    return modes().get(name, _UNKNOWN)
+
+
+def sections() -> dict[str, Any]:
+    """Return what Room.sections has, of all rooms."""
+    return {key: kind for room in _installed for key, kind in room.sections.items()}
+
+
+def section_texts() -> dict[str, str]:
+    """Return what Room.texts has, of all rooms."""
+    return {key: text for room in _installed for key, text in room.texts.items()}

@@ -1,0 +1,175 @@
+"""The modes that look into a run (plan, explain, replay, diff), and measured numerics."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from runner.config.annotations import typed_value
+from runner.config.room import Mode, Room
+from runner.config.schema import RunSpec, count_problems
+
+if TYPE_CHECKING:
+    from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+    from runner.modes.context import RunContext, RunOutcome
+    from runner.modes.resume import PlannedRun
+
+
+@dataclass(frozen=True)
+class NumericsSpec:
+    """Measurement of a run's numbers while it trains.
+
+    Attributes:
+        every: optimizer steps between snapshots, which measure the activations, weights, gradients
+            and updates of every module; null takes none.
+    """
+
+    every: int | None = None
+
+    def problems(self, spec: RunSpec) -> Iterator[str]:
+        """Yield a message for each value that is not allowed."""
+        yield from count_problems("numerics", self, ("every",))
+        if self.every is not None:
+            yield from _hook_problems(spec, f"numerics.every={self.every} measures")
+
+
+@dataclass(frozen=True)
+class DiffSpec:
+    """What mode=diff compares, and writes.
+
+    Attributes:
+        steps: optimizer steps whose forward and backward are compared; up to each of them the
+            reference is trained.
+        dump: write what the reference computes to diff-<step>.safetensors in the run's folder, with
+            which another machine, commit or version of torch can be compared (against=<file>).
+    """
+
+    steps: list[int] = field(default_factory=lambda: [1])
+    dump: bool = False
+
+    def problems(self, spec: RunSpec) -> Iterator[str]:
+        """Yield a message for each value that is not allowed."""
+        if not self.steps or min(self.steps) < 1:
+            text = str(self.steps).replace(" ", "")
+            yield f"diff.steps={text} names no steps. Allowed: numbers from 1, as in [1,100]."
+
+
+def _hook_problems(spec: RunSpec, watcher: str) -> Iterator[str]:
+    """Yield why modules cannot be watched by hooks; empty where they can."""
+    if spec.train.compile:
+        yield (
+            f"{watcher} modules by hooks, which train.compile={typed_value(spec.train.compile)} "
+            "would compile into the model. Type train.compile=false."
+        )
+
+
+class Plan(Mode):
+    """Print what a run would hold and convert, without its data."""
+
+    name = "plan"
+    needs_data = False
+    adapts = True
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> None:
+        from runner.modes.plan import plan
+
+        plan(context)
+
+
+class Explain(Mode):
+    """Show what modules store, take, compute in and give in a forward and backward."""
+
+    name = "explain"
+    adapts = True
+
+    def key_problems(self, spec: RunSpec) -> Iterator[str]:
+        if (spec.mode == self.name) != (spec.value("explain") is not None):
+            yield (
+                "mode=explain needs explain=<module>, and explain= needs mode=explain. Type "
+                "python -m runner explain <module>, for example blocks.0, or '*' for the model."
+            )
+        if spec.mode == self.name:
+            yield from _hook_problems(spec, "mode=explain watches")
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> None:
+        from runner.modes.explain import explain
+
+        explain(context)
+
+
+class Replay(Mode):
+    """Compute a saved batch again, and find where its numbers stop being finite."""
+
+    name = "replay"
+
+    def key_problems(self, spec: RunSpec) -> Iterator[str]:
+        if (spec.mode == self.name) != (spec.value("batch") is not None):
+            yield (
+                "debug=replay needs batch=<a saved batch>, and batch= needs debug=replay. Type "
+                "debug=replay batch=outputs/runs/<time>/guard/batch-<step>.json."
+            )
+
+    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+        from runner.modes.replay import plan_replay
+
+        return plan_replay(plan)
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> None:
+        from runner.modes.replay import replay
+
+        replay(context)
+
+
+class Diff(Mode):
+    """Compare the execution of a run with another one, module by module."""
+
+    name = "diff"
+    is_recorded = True
+
+    def key_problems(self, spec: RunSpec) -> Iterator[str]:
+        against = spec.value("against")
+        if spec.mode != self.name:
+            if against is not None:
+                yield f"against={against} needs mode=diff. Type it, or leave against= out."
+            return
+        if against is None and not spec.section(DiffSpec).dump:
+            yield (
+                "mode=diff needs what to compare with. Type against=32-true, against=train.compile="
+                "false, against=<run, checkpoint or dump>, or diff.dump=true to write a dump."
+            )
+        if spec.train.compile and spec.train.compile != "regional":
+            yield (
+                f"mode=diff sees no modules inside train.compile={typed_value(spec.train.compile)}."
+                " Type train.compile=regional, which compiles each repeated block for itself."
+            )
+
+    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+        from runner.modes.diff import plan_diff
+
+        return plan_diff(plan)
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome":
+        from runner.modes.diff import diff
+        from runner.modes.startup import explained_memory
+
+        with explained_memory(context):
+            return diff(context)
+
+
+ROOM = Room(
+    sections={
+        "numerics": NumericsSpec,
+        "diff": DiffSpec,
+        "explain": str | None,
+        "batch": str | None,
+        "against": str | None,
+    },
+    texts={
+        "explain": "pattern of the modules that mode=explain shows, as in blocks.*.attention; `*` "
+        "is the whole model",
+        "batch": "saved batch (a .json file in the guard folder of a run) that debug=replay runs",
+        "against": "what mode=diff compares this command's precision with: a precision, other "
+        "values of keys (train.compile=false), cpu or cuda, weights or a checkpoint (a path), a "
+        "run at its own steps (folder or MLflow id), or a dump",
+    },
+    modes=(Plan(), Explain(), Replay(), Diff()),
+)

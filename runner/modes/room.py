@@ -1,0 +1,73 @@
+"""mode=train and mode=evaluate."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from runner.config.room import Mode, Room
+from runner.config.schema import RunSpec
+
+if TYPE_CHECKING:
+    from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+    from runner.modes.context import RunContext, RunOutcome
+    from runner.modes.resume import PlannedRun
+
+
+class Train(Mode):
+    """Train a model, from its start or from a checkpoint."""
+
+    name = "train"
+    trains = True
+    adapts = True
+    is_recorded = True
+    takes_processes = True
+
+    def key_problems(self, spec: RunSpec) -> Iterator[str]:
+        if spec.mode != self.name and spec.checkpoint.resume is not None:
+            yield f"mode={spec.mode} resumes nothing. Leave checkpoint.resume= out."
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome":
+        from runner.modes.startup import explained_memory
+        from runner.modes.train import train
+
+        with explained_memory(context) as memory:
+            return train(context, saved, memory)
+
+
+class Evaluate(Mode):
+    """Evaluate a checkpoint in the precision of the run."""
+
+    name = "evaluate"
+    reads_training_data = False
+    is_recorded = True
+    takes_processes = True
+
+    def key_problems(self, spec: RunSpec) -> Iterator[str]:
+        path = spec.checkpoint.path
+        if spec.mode != self.name:
+            if path is not None:
+                yield (
+                    f"mode={spec.mode} does not load checkpoint={path}. Type mode=evaluate, "
+                    "init.weights=<it> for its weights, or checkpoint.resume=<it>."
+                )
+            return
+        if path is None:
+            yield "mode=evaluate needs a checkpoint: checkpoint=<file, folder or run id>."
+        if spec.init.weights is not None:
+            yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
+
+    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+        from runner.modes.evaluate import plan_evaluation
+
+        return plan_evaluation(plan)
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome":
+        from runner.modes.evaluate import evaluate_checkpoint
+        from runner.modes.startup import explained_memory
+
+        assert saved is not None  # of the plan
+        # An evaluation leaves nothing to save, so a signal ends it at once.
+        with explained_memory(context) as memory, context.signals.interruptible():
+            return evaluate_checkpoint(context, saved, memory)
+
+
+ROOM = Room(modes=(Train(), Evaluate()))

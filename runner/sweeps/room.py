@@ -1,0 +1,34 @@
+"""mode=advise and mode=gate: sweeps whose jobs are chosen as results come in."""
+
+from typing import TYPE_CHECKING, NoReturn
+
+from runner.config.room import Mode, Room
+from runner.config.schema import AdviseSpec
+from runner.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from runner.modes.resume import PlannedRun
+
+ADVISE_USAGE_MESSAGE = (
+    "mode=advise and mode=gate choose their own jobs. Type mode=advise or mode=gate on the command "
+    "line, without sweep= and without another hydra/sweeper."
+)
+
+
+class Advise(Mode):
+    """Find the best precision for a training, by trials."""
+
+    name = "advise"
+    chooses_jobs = True
+
+    def plan(self, plan: "PlannedRun") -> NoReturn:
+        raise ConfigError(ADVISE_USAGE_MESSAGE)
+
+
+class Gate(Advise):
+    """Judge whether one precision trains as well as the baseline, seed by seed."""
+
+    name = "gate"
+
+
+ROOM = Room(sections={"advise": AdviseSpec}, modes=(Advise(), Gate()))
