@@ -1,0 +1,60 @@
+"""The core of the runner: what it takes of other modules, and what those take of it, may only
+shrink until it takes nothing and shows one list of names."""
+
+from test_layers import FILES, dotted, imports
+
+CORE = {
+    "checkpoint": "checkpoint_file locate writers",
+    "config": "annotations instantiation invocation overrides resolve room schema targets",
+    "data": "batch_layout build collate loader sampling splits step_samples value_hash workers",
+    "distributed": "strategy torchrun",
+    "modes": "context execution result run run_metadata train training_callbacks",
+    "precision": "casting contract conversion_report gradients loss_scale options registry "
+    "sessions",
+    "tracking": "journal metric_names tracker",
+    "training.callbacks": "callback runner_callbacks",
+    "training": "loop model model_call records schedules setup state state_dict step",
+    "training.tasks": "task tensor_task",
+    "utils": "accelerator console errors files formatting layout module_tape modules "
+    "reproducibility secrets stop_signals tensors terminal tpu",
+}
+"""Modules of the core, by their packages."""
+IMPORTS = 83
+"""Pairs of a module of the core and one outside of it that it imports, anywhere in its code."""
+NAMES = 415
+"""Names of the core that other modules import."""
+
+
+def core_modules():
+    return {f"runner.{package}.{name}" for package in CORE for name in CORE[package].split()}
+
+
+def module_of(name, modules):
+    """Return the module that an imported dotted name is, or is in."""
+    return name if name in modules else name.rpartition(".")[0]
+
+
+def test_the_core_takes_ever_less_of_other_modules():
+    core, modules = core_modules(), {dotted(path) for path in FILES}
+    assert core <= modules
+    pairs = {
+        (dotted(path), module_of(name, modules))
+        for path in FILES
+        if dotted(path) in core
+        for name in imports(path)
+        if name.startswith("runner.")
+    }
+    outward = {pair for pair in pairs if pair[1] not in core}
+    assert len(outward) == IMPORTS, f"say {len(outward)} in IMPORTS, if it is less"
+
+
+def test_other_modules_take_ever_fewer_names_of_the_core():
+    core, modules = core_modules(), {dotted(path) for path in FILES}
+    taken = {
+        name
+        for path in FILES
+        if dotted(path) not in core
+        for name in imports(path)
+        if module_of(name, modules) in core
+    }
+    assert len(taken) == NAMES, f"say {len(taken)} in NAMES, if it is less"
