@@ -4,24 +4,23 @@ shrink until it takes nothing and shows one list of names."""
 from test_layers import FILES, dotted, imports
 
 CORE = {
-    "checkpoint": "checkpoint_file locate writers",
-    "config": "annotations instantiation invocation overrides resolve room schema targets",
-    "data": "batch_layout build collate loader sampling splits step_samples value_hash workers",
+    "checkpoint": "checkpoint_file locate",
+    "config": "annotations instantiation invocation room schema targets",
+    "data": "batch_layout",
     "distributed": "strategy torchrun",
-    "modes": "context execution result run run_metadata train training_callbacks",
-    "precision": "casting contract conversion_report gradients loss_scale options registry "
-    "sessions",
+    "modes": "context result run run_metadata",
+    "precision": "contract conversion_report gradients loss_scale",
     "tracking": "journal metric_names tracker",
-    "training.callbacks": "callback runner_callbacks",
-    "training": "loop model model_call records schedules setup state state_dict step",
-    "training.tasks": "task tensor_task",
+    "training.callbacks": "callback",
+    "training": "loop model_call records state step",
+    "training.tasks": "task",
     "utils": "accelerator console errors files formatting layout module_tape modules "
     "reproducibility secrets stop_signals tensors terminal tpu",
 }
 """Modules of the core, by their packages."""
-IMPORTS = 83
+IMPORTS = 48
 """Pairs of a module of the core and one outside of it that it imports, anywhere in its code."""
-NAMES = 415
+NAMES = 322
 """Names of the core that other modules import."""
 
 
