@@ -1,11 +1,14 @@
 """The rooms of the runner. This is the only module that knows all of them."""
 
 from runner.config.room import install
+from runner.data.room import ROOM as DATA
 from runner.diagnostics.room import ROOM as DIAGNOSTICS
 from runner.modes.room import ROOM as MODES
+from runner.precision.room import ROOM as PRECISION
 from runner.sweeps.room import ROOM as SWEEPS
+from runner.training.room import ROOM as TRAINING
 
-ROOMS = (MODES, DIAGNOSTICS, SWEEPS)
+ROOMS = (MODES, DIAGNOSTICS, SWEEPS, DATA, PRECISION, TRAINING)
 
 
 def install_rooms() -> None:

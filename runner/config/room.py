@@ -4,15 +4,15 @@ This module knows none of them: the command line and the Python API install that
 process, before they read a config.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner.checkpoint.checkpoint_file import LoadedCheckpoint
     from runner.config.schema import RunSpec
-    from runner.modes.context import RunContext, RunOutcome
-    from runner.modes.resume import PlannedRun
+    from runner.distributed.strategy import Strategy
+    from runner.modes.context import PlannedRun, RunContext, RunOutcome
 
 
 class Mode:
@@ -45,8 +45,15 @@ class Mode:
         """Yield a message for each key of this mode that the spec, of any mode, uses wrongly."""
         yield from ()
 
-    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+    def plan(
+        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "PlannedRun":
         """Return what to run, completed by what the spec names: a checkpoint, another run.
+
+        Args:
+            plan: this command's own run.
+            say: prints a line.
+            strategy: by which the processes of the run agree.
 
         Raises:
             ConfigError: the spec names what cannot be used.
@@ -75,11 +82,18 @@ class Room:
             single value that is null by default.
         texts: meaning of each single value, for docs/commands.md.
         modes: in the order in which they are listed.
+        problems: yields what cannot run of a spec, all at once.
+        parts: builds the object that a run has of a group of the spec, by the group; of the spec,
+            the strategy and the torch device.
+        check: raises ConfigError for what would fail later, once the strategy is known.
     """
 
     sections: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     modes: Sequence[Mode] = ()
+    problems: Callable[["RunSpec"], Iterable[str]] = lambda spec: ()
+    parts: Mapping[str, Callable[["RunSpec", "Strategy", Any], Any]] = field(default_factory=dict)
+    check: Callable[["RunSpec", "Strategy"], None] = lambda spec, strategy: None
 
 
 _installed: list[Room] = []
@@ -100,6 +114,23 @@ def mode_named(name: str) -> Mode:
     """Return a mode; one that needs nothing for a name that no room has, which RunSpec.problems
     reports."""
     return modes().get(name, _UNKNOWN)
+
+
+def spec_problems(spec: "RunSpec") -> list[str]:
+    """Return every problem of a spec's values, those that rooms find included."""
+    return [*spec.problems(), *(text for room in _installed for text in room.problems(spec))]
+
+
+def build_part(group: str, spec: "RunSpec", strategy: "Strategy", device: Any) -> Any:
+    """Return the object that a run has of a group of its spec; see Room.parts."""
+    builder = next(room.parts[group] for room in _installed if group in room.parts)
+    return builder(spec, strategy, device)
+
+
+def check_spec(spec: "RunSpec", strategy: "Strategy") -> None:
+    """Raise ConfigError for what would fail later; see Room.check."""
+    for room in _installed:
+        room.check(spec, strategy)
 
 
 def sections() -> dict[str, Any]:

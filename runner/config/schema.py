@@ -402,14 +402,18 @@ class RunSpec:
         values = asdict(self)
         return values | values.pop("sections")
 
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each value, or pair of values, that cannot run."""
+    def mode_problems(self) -> Iterator[str]:
+        """Yield a message for an unknown mode, and for each key that contradicts the mode."""
         names = [*modes()]
         if self.mode not in names:
             near = "".join(f" Type mode={name}." for name in nearest_names(self.mode, names))
             yield f"mode={self.mode} is not known.{near} Allowed: {', '.join(names)}."
         for mode in modes().values():
             yield from mode.key_problems(self)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each value, or pair of values, that cannot run."""
+        yield from self.mode_problems()
         # Others are made from it, seed * 1_000_003 + epoch for example, and torch takes 64 bits.
         if not 0 <= self.seed < 2**43:
             yield f"seed={self.seed} is out of range. Allowed: 0 to {2**43 - 1}."

@@ -1,17 +1,18 @@
 """The modes that look into a run (plan, explain, replay, diff), and measured numerics."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from runner.config.annotations import typed_value
 from runner.config.room import Mode, Room
 from runner.config.schema import RunSpec, count_problems
+from runner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-    from runner.modes.context import RunContext, RunOutcome
-    from runner.modes.resume import PlannedRun
+    from runner.distributed.strategy import Strategy
+    from runner.modes.context import PlannedRun, RunContext, RunOutcome
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ class Replay(Mode):
                 "debug=replay batch=outputs/runs/<time>/guard/batch-<step>.json."
             )
 
-    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+    def plan(
+        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "PlannedRun":
         from runner.modes.replay import plan_replay
 
         return plan_replay(plan)
@@ -142,7 +145,9 @@ class Diff(Mode):
                 " Type train.compile=regional, which compiles each repeated block for itself."
             )
 
-    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+    def plan(
+        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "PlannedRun":
         from runner.modes.diff import plan_diff
 
         return plan_diff(plan)
@@ -153,6 +158,15 @@ class Diff(Mode):
 
         with explained_memory(context):
             return diff(context)
+
+
+def _check_numerics(spec: RunSpec, strategy: "Strategy") -> None:
+    every = spec.section(NumericsSpec).every
+    if every is not None and strategy.shards:
+        raise ConfigError(
+            f"numerics.every={every} measures whole tensors, and strategy={strategy.name} shards "
+            "them. Type strategy=ddp, or leave numerics.every= out."
+        )
 
 
 ROOM = Room(
@@ -172,4 +186,5 @@ ROOM = Room(
         "run at its own steps (folder or MLflow id), or a dump",
     },
     modes=(Plan(), Explain(), Replay(), Diff()),
+    check=_check_numerics,
 )

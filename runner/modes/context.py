@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
 from runner.config.room import Mode, mode_named
 from runner.config.schema import RunSpec
@@ -99,6 +100,23 @@ class RunContext(RunOutput):
         number = self.strategy.all_reduce_max_async(self.signals.number or 0)
         self.signals.record_remote_signal(number)
         return number > 0
+
+
+class PlannedRun(NamedTuple):
+    """What runs now, and where.
+
+    Attributes:
+        folder: of the run.
+        saved: the checkpoint that a training continues or an evaluation evaluates; None without
+            one.
+        spec: with the checkpoint's settings where none was typed.
+        invocation: what was typed, and the names of the options.
+    """
+
+    folder: Path
+    saved: LoadedCheckpoint | None
+    spec: RunSpec
+    invocation: Invocation
 
 
 class RunOutcome(NamedTuple):

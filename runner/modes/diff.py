@@ -57,10 +57,9 @@ from runner.diagnostics.divergence.reference import (
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.diagnostics.divergence.tensor_error import log_probability_error
 from runner.diagnostics.room import DiffSpec
-from runner.modes.context import RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.context import PlannedRun, RunContext, RunOutcome, build_result, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.replay import checkpoint_before_step, states_before
-from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import (
     PRESET_GROUPS,
     RUN_KEYS,

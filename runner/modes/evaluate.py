@@ -19,9 +19,8 @@ from runner.data.build import RunLoaders
 from runner.data.stream_loader import BatchLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.context import RunContext, RunOutcome, build_result
+from runner.modes.context import PlannedRun, RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model
-from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import describe_computation, save_dtypes, set_evaluation_hook

@@ -35,9 +35,8 @@ from runner.diagnostics.nonfinite_trace import (
     first_nonfinite,
 )
 from runner.diagnostics.saved_batch import SavedBatch
-from runner.modes.context import RunContext
+from runner.modes.context import PlannedRun, RunContext
 from runner.modes.execution import build_execution, starting_model
-from runner.modes.resume import PlannedRun
 from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
 from runner.precision.contract import Precision

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -19,9 +19,11 @@ from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec
 from runner.config.schema import AUTO, RunSpec
 from runner.config.targets import GROUP_KEYS
+from runner.distributed.strategy import Strategy
+from runner.modes.context import PlannedRun
 from runner.modes.result import RunResult
 from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides, with_run_store
-from runner.utils.errors import ConfigError
+from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import is_locked
 from runner.utils.layout import MANIFEST
 
@@ -34,21 +36,30 @@ saved_run.py chooses the store, and a run may be resumed with another number of 
 """
 
 
-class PlannedRun(NamedTuple):
-    """What runs now, and where.
+def plan_resume_in_processes(
+    plan: PlannedRun, say: Callable[[str], None], strategy: Strategy
+) -> PlannedRun:
+    """Return what checkpoint.resume continues; the first process looks for it.
 
-    Attributes:
-        folder: of the run.
-        saved: the checkpoint that mode=train continues or mode=evaluate evaluates; None without
-            one.
-        spec: with the checkpoint's settings where none was typed.
-        invocation: what was typed, and the names of the options.
+    The others take the checkpoint that it found: a file may appear between two looks.
     """
-
-    folder: Path
-    saved: LoadedCheckpoint | None
-    spec: RunSpec
-    invocation: Invocation
+    rank = strategy.rank
+    found = plan
+    failure = None
+    if rank.is_main:
+        try:
+            found = plan_resume(plan, say)
+        except RunnerError as error:
+            failure = error
+    path = str(found.saved.path) if found.saved else None
+    # All processes raise, so that none waits for one that has ended.
+    path, failure = strategy.broadcast_object((path, failure))
+    if failure is not None:
+        raise failure
+    if rank.is_main or path is None:
+        return found
+    checkpoint = replace(plan.spec.checkpoint, resume=path)
+    return plan_resume(plan._replace(spec=replace(plan.spec, checkpoint=checkpoint)), say)
 
 
 def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
@@ -65,7 +76,7 @@ def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
         ConfigError: there is none, it is finished, or no checkpoint of it is whole.
     """
     where = plan.spec.checkpoint.resume
-    if where is None or not plan.spec.trains:
+    if where is None:
         return plan
     if where == AUTO:
         return _plan_own_folder(plan, say)

@@ -1,6 +1,6 @@
 """mode=train and mode=evaluate."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from runner.config.room import Mode, Room
@@ -8,8 +8,8 @@ from runner.config.schema import RunSpec
 
 if TYPE_CHECKING:
     from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-    from runner.modes.context import RunContext, RunOutcome
-    from runner.modes.resume import PlannedRun
+    from runner.distributed.strategy import Strategy
+    from runner.modes.context import PlannedRun, RunContext, RunOutcome
 
 
 class Train(Mode):
@@ -24,6 +24,13 @@ class Train(Mode):
     def key_problems(self, spec: RunSpec) -> Iterator[str]:
         if spec.mode != self.name and spec.checkpoint.resume is not None:
             yield f"mode={spec.mode} resumes nothing. Leave checkpoint.resume= out."
+
+    def plan(
+        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "PlannedRun":
+        from runner.modes.resume import plan_resume_in_processes
+
+        return plan_resume_in_processes(plan, say, strategy)
 
     def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome":
         from runner.modes.startup import explained_memory
@@ -55,7 +62,9 @@ class Evaluate(Mode):
         if spec.init.weights is not None:
             yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
 
-    def plan(self, plan: "PlannedRun") -> "PlannedRun":
+    def plan(
+        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "PlannedRun":
         from runner.modes.evaluate import plan_evaluation
 
         return plan_evaluation(plan)

@@ -5,7 +5,7 @@ the mode, close the record, print and write the result. A mode's module is impor
 names the mode.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,25 +16,18 @@ from rich.console import Console
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_superseded
 from runner.config.invocation import Invocation
 from runner.config.resolve import flatten
-from runner.config.room import mode_named
+from runner.config.room import build_part, check_spec, mode_named, spec_problems
 from runner.config.schema import RunSpec
-from runner.config.targets import build_group, check_targets, loading_problems
-from runner.data.task_target import build_task, task_problems
-from runner.diagnostics.numerics.probe import check_numerics
+from runner.config.targets import build_group
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
 from runner.modes import notes, resume, run_metadata
-from runner.modes.context import RunContext, process_folder
+from runner.modes.context import PlannedRun, RunContext, process_folder
 from runner.modes.result import RunResult, print_result
-from runner.modes.resume import PlannedRun
-from runner.precision.registry import build_precision
 from runner.precision.sessions import one_run
 from runner.tracking import journal
 from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker
 from runner.tracking.upload_state import stored_run_id
-from runner.training.callbacks.user_callbacks import build_user_callbacks, callback_problems
-from runner.training.setup import check_arguments
-from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator, choose_accelerator
 from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
@@ -75,9 +68,10 @@ def _run(
     rank = strategy.rank
     if not rank.is_main:
         console = silent_console()  # the first process prints for all
+    say = partial(console.print, markup=False, soft_wrap=True)
     plan = PlannedRun(out, None, spec, invocation)
     try:
-        plan = _check_plan(_plan_resume(plan, console, strategy))
+        plan = _complete_plan(plan, say, strategy)
     except PermissionError as error:
         raise unreadable(error) from error
     # After the resume has chosen the folder: a restarted process continues in the same one.
@@ -107,46 +101,18 @@ def _run(
     return result
 
 
-def _plan_resume(plan: PlannedRun, console: Console, strategy: Strategy) -> PlannedRun:
-    """Return what checkpoint.resume continues; the first process looks for it.
-
-    The others take the checkpoint that it found: a file may appear between two looks.
-    """
-    rank = strategy.rank
-    say = partial(console.print, markup=False, soft_wrap=True)
-    found = plan
-    failure = None
-    if rank.is_main:
-        try:
-            found = resume.plan_resume(plan, say)
-        except RunnerError as error:
-            failure = error
-    path = str(found.saved.path) if found.saved else None
-    # All processes raise, so that none waits for one that has ended.
-    path, failure = strategy.broadcast_object((path, failure))
-    if failure is not None:
-        raise failure
-    if rank.is_main or path is None:
-        return found
-    checkpoint = replace(plan.spec.checkpoint, resume=path)
-    return resume.plan_resume(plan._replace(spec=replace(plan.spec, checkpoint=checkpoint)), say)
-
-
-def _check_plan(plan: PlannedRun) -> PlannedRun:
-    """Return what to run, as its mode completes it: an evaluation with its checkpoint.
+def _complete_plan(plan: PlannedRun, say: Callable[[str], None], strategy: Strategy) -> PlannedRun:
+    """Return what to run, as its mode completes it: with the checkpoint that it continues.
 
     Raises:
         ConfigError: with every problem of the config.
     """
-    # All problems are collected, so that one message names every one of them.
-    problems = [*plan.spec.problems()]
-    if not problems:
-        plan = mode_named(plan.spec.mode).plan(plan)
-    problems += check_targets(plan.spec)
-    problems += loading_problems(plan.spec.data)
-    problems += task_problems(plan.spec.task)
-    problems += callback_problems(plan.spec.callbacks)
-    refuse(problems)
+    # A plan is made of keys that fit its mode. All problems are collected, so that one message
+    # names every one of them.
+    if [*plan.spec.mode_problems()]:
+        refuse(spec_problems(plan.spec))
+    plan = mode_named(plan.spec.mode).plan(plan, say, strategy)
+    refuse(spec_problems(plan.spec))
     return plan
 
 
@@ -161,17 +127,13 @@ def _build_context(
     spec, invocation = plan.spec, plan.invocation
     chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
     accelerator = Accelerator(strategy.device(chosen.device))
-    precision = build_precision(spec, accelerator.device, strategy)
-    check_numerics(spec, strategy)
-    task: Task = build_task(spec.task)
-    check_arguments(spec)
+    build = partial(build_part, spec=spec, strategy=strategy, device=accelerator.device)
+    precision, task = build("precision"), build("task")
+    check_spec(spec, strategy)
     tracker: Tracker = build_group("tracking", spec.tracking)
     # One run in the store for all processes: the first one records it.
     if not strategy.rank.is_main:
         tracker = ProcessJournal()
-    callbacks = {}
-    if spec.trains and strategy.rank.is_main:
-        callbacks = build_user_callbacks(spec.callbacks)
     return RunContext(
         out,
         console,
@@ -183,7 +145,7 @@ def _build_context(
         task,
         signals,
         strategy,
-        callbacks,
+        build("callbacks"),
     )
 
 

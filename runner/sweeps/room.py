@@ -1,5 +1,6 @@
 """mode=advise and mode=gate: sweeps whose jobs are chosen as results come in."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from runner.config.room import Mode, Room
@@ -7,7 +8,8 @@ from runner.config.schema import AdviseSpec
 from runner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from runner.modes.resume import PlannedRun
+    from runner.distributed.strategy import Strategy
+    from runner.modes.context import PlannedRun
 
 ADVISE_USAGE_MESSAGE = (
     "mode=advise and mode=gate choose their own jobs. Type mode=advise or mode=gate on the command "
@@ -21,7 +23,9 @@ class Advise(Mode):
     name = "advise"
     chooses_jobs = True
 
-    def plan(self, plan: "PlannedRun") -> NoReturn:
+    def plan(
+        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> NoReturn:
         raise ConfigError(ADVISE_USAGE_MESSAGE)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from runner.config.schema import RunSpec
 from runner.diagnostics.numerics.measure import (
     BLOCK_ELEMENTS,
     MAX_SAMPLE_ELEMENTS,
@@ -28,8 +27,6 @@ from runner.diagnostics.numerics.measure import (
     take_sample,
 )
 from runner.diagnostics.numerics.results import KINDS, Numerics, NumericsSnapshot, TensorStats, read
-from runner.diagnostics.room import NumericsSpec
-from runner.distributed.strategy import Strategy
 from runner.precision.layers.experts import by_expert, expert_names, stack_names
 from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.callback import RunCallback
@@ -278,20 +275,6 @@ def _update(param: Tensor, before: Sample, gradient: Sample, most: int) -> Sampl
 
 
 _UNMEASURED = nullcontext()
-
-
-def check_numerics(spec: RunSpec, strategy: Strategy) -> None:
-    """Refuse to measure tensors that the strategy shards.
-
-    Raises:
-        ConfigError: each process has only a part of every tensor.
-    """
-    every = spec.section(NumericsSpec).every
-    if every is not None and strategy.shards:
-        raise ConfigError(
-            f"numerics.every={every} measures whole tensors, and strategy="
-            f"{strategy.name} shards them. Type strategy=ddp, or leave numerics.every= out."
-        )
 
 
 class NumericsCallback(RunCallback):

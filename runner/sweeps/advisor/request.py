@@ -19,9 +19,8 @@ from runner.config.invocation import override_texts
 from runner.config.messages import option_hint
 from runner.config.overrides import PRECISION_ALIASES, as_typed, path_exists
 from runner.config.resolve import resolve_spec
+from runner.config.room import spec_problems
 from runner.config.schema import AdviseSpec, RunSpec
-from runner.config.targets import check_targets, loading_problems
-from runner.data.task_target import task_problems
 from runner.modes.result import RunResult
 from runner.modes.run_metadata import config_text
 from runner.precision.contract import Precision
@@ -379,9 +378,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
     spec = resolve_spec(run_config)
     precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
     spec = replace(spec, precision=precision)
-    problems = [*spec.problems(), *check_targets(spec), *loading_problems(spec.data)]
-    problems += task_problems(spec.task)
-    refuse(problems)
+    refuse(spec_problems(spec))
     return spec
 
 

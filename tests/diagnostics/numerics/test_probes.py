@@ -6,8 +6,7 @@ import pytest
 
 from runner.config.schema import RunSpec
 from runner.diagnostics.numerics import read
-from runner.diagnostics.numerics.probe import check_numerics
-from runner.diagnostics.room import NumericsSpec
+from runner.diagnostics.room import ROOM, NumericsSpec
 from runner.distributed.ddp import DDP
 from runner.distributed.fsdp import FSDP
 from runner.distributed.strategy import Single
@@ -121,7 +120,7 @@ def test_a_run_that_cannot_be_measured_is_refused(quick):
 def test_sharded_tensors_are_refused():
     spec = RunSpec(sections={"numerics": NumericsSpec(every=3)})
     with pytest.raises(ConfigError, match=r"numerics\.every=3 .* strategy=fsdp .*Type strategy=dd"):
-        check_numerics(spec, FSDP())
-    check_numerics(spec, DDP())
-    check_numerics(spec, Single())
-    check_numerics(RunSpec(), FSDP())
+        ROOM.check(spec, FSDP())
+    ROOM.check(spec, DDP())
+    ROOM.check(spec, Single())
+    ROOM.check(RunSpec(), FSDP())

@@ -1,0 +1,19 @@
+"""The precision of a run."""
+
+from typing import TYPE_CHECKING, Any
+
+from runner.config.room import Room
+from runner.config.schema import RunSpec
+
+if TYPE_CHECKING:
+    from runner.distributed.strategy import Strategy
+    from runner.precision.contract import Precision
+
+
+def _precision(spec: RunSpec, strategy: "Strategy", device: Any) -> "Precision":
+    from runner.precision.registry import build_precision
+
+    return build_precision(spec, device, strategy)
+
+
+ROOM = Room(parts={"precision": _precision})
