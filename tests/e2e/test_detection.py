@@ -7,67 +7,11 @@ from importlib import import_module
 import pytest
 import torch
 from refusals import check_refused
-from run_folders import write_files
+from run_folders import copy_files, write_files
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torchvision.models import get_model
 
-SETS = '''
-import torch
-from torch.utils.data import Dataset
-
-
-class Squares(Dataset):
-    """Bright squares on dark images of two sizes; one image of the training set has none."""
-
-    def __init__(self, count, first, kind, label):
-        self.count, self.first, self.kind, self.label = count, first, kind, label
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, i):
-        generator = torch.Generator().manual_seed(self.first + i)
-        height = 32 if self.kind == "pixels" else 32 + 8 * (i % 2)
-        image = torch.rand(3, height, 40, generator=generator) * 0.2
-        pixels = torch.zeros(height, 40, dtype=torch.long)
-        boxes = []
-        for _ in range(0 if self.first + i == 2 else 1 + i % 2):
-            x, y = torch.randint(0, 20, (2,), generator=generator).tolist()
-            image[:, y : y + 10, x : x + 10] += 0.7
-            pixels[y : y + 10, x : x + 10] = 1
-            boxes.append([x, y, x + 10, y + 10])
-        if self.kind == "pixels":
-            return image, pixels
-        return image, {"boxes": boxes, "labels": [self.label] * len(boxes)}
-
-
-def squares(kind="boxes", label=1):
-    return Squares(6, 0, kind, label), Squares(3, 100, kind, label)
-
-
-def two_lists(examples):
-    images, targets = zip(*examples)
-    tensors = [{"boxes": torch.tensor(t["boxes"]).reshape(-1, 4).float(),
-                "labels": torch.tensor(t["labels"], dtype=torch.long)} for t in targets]
-    return list(images), tensors
-
-
-def stacked(examples):
-    return torch.stack([image[:, :32] for image, _ in examples]), torch.ones(len(examples))
-'''
-BOXES = """
-defaults: [{override /task@_global_.task: detection}]
-_target_: squares.squares
-collate: runner.data.detection.collate_detection
-meta: {classes: 2}
-"""
-PIXELS = """
-defaults: [{override /task@_global_.task: segmentation}]
-_target_: squares.squares
-kind: pixels
-meta: {input: [3, 32, 40], classes: 2}
-"""
 DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
 TINY = {
     "min_size": 32,
@@ -84,12 +28,11 @@ RUN = (
     "optimizer=sgd optimizer.lr=0.01 optimizer.momentum=0.0 optimizer.weight_decay=0.0 "
     "scheduler=constant data.shuffle=false"
 ).split()
-FILES = {"squares.py": SETS, "conf/data/boxes.yaml": BOXES, "conf/data/pixels.yaml": PIXELS}
 
 
 @pytest.fixture
 def lab(tmp_path):
-    return write_files(tmp_path, FILES)
+    return copy_files("detection", tmp_path)
 
 
 DETECT = (*RUN, "data=boxes", f"model.name={DETECTOR}", f"model.options={{{OPTIONS}}}")
@@ -103,7 +46,7 @@ def detect(lab, main):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, inside):
     """The folder of a detector's run of three steps."""
-    folder = write_files(tmp_path_factory.mktemp("trained"), FILES)
+    folder = copy_files("detection", tmp_path_factory.mktemp("trained"))
     with inside(folder) as main:
         done = main(*DETECT, "checkpoint.safetensors=true", "hydra.run.dir=run")
     assert done.rc == 0, done.stderr

@@ -5,46 +5,10 @@ import json
 import pytest
 import torch
 from refusals import check_refused
-from run_folders import write_files
 from tiny_models import word_tokenizer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-SETS = '''
-import torch
-from torch.utils.data import Dataset
-
-
-class Fields(Dataset):
-    """Examples of random tokens or pixels, as dicts with the fields of a kind of model."""
-
-    def __init__(self, count, kind):
-        self.kind = kind
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(4, 64, (12,), generator=generator)
-        fields = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "id": index}
-        if self.kind == "image_classification":
-            pixels = torch.randn(3, 16, 16, generator=generator)
-            return {"pixel_values": pixels, "labels": index % 4}
-        if self.kind == "sequence_classification":
-            return {**fields, "label": index % 4}
-        if self.kind == "token_classification":
-            return {**fields, "labels": tokens % 4}
-        labels = tokens.clone()
-        labels[:6] = -100
-        return {**fields, "labels": labels}
-
-
-def fields(kind="causal_lm"):
-    return Fields(16, kind), Fields(8, kind)
-'''
-DATA = "_target_: lab.fields.fields\nkind: ${model.kind}\nmeta:\n  input: [12]\n  classes: 64\n"
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 BERT = {"model_type": "bert", "intermediate_size": 64, **TEXT}
 GPT2 = {
@@ -89,7 +53,6 @@ RUN = (
 @pytest.fixture
 def job(lab, main):
     """Run a Hugging Face model of a kind on the data set of its fields."""
-    write_files(lab, {"lab/fields.py": SETS, "lab/conf/data/fields.yaml": DATA})
 
     def run(kind, *args, **config):
         (lab / "config.json").write_text(json.dumps({**CONFIGS[kind], **config}))

@@ -14,50 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from refusals import check_refused
-from run_folders import job_results, only_sweep, write_files
+from run_folders import job_results, only_sweep
 from waiting import SECONDS, wait_for
 
-JOBS = '''
-import os
-import signal
-import time
-from pathlib import Path
-
-import psutil
-from lab.nets import Net
-
-
-class Job(Net):
-    """Does in its sixth training step what it was built for."""
-
-    def __init__(self, how: str, **sizes) -> None:
-        super().__init__(**sizes)
-        self.how = how
-
-    def forward(self, x):
-        if self.training and self.calls == 5:
-            getattr(self, self.how)()
-        elif self.training and self.calls > 5 and self.how == "waits":
-            time.sleep(0.5)  # a stop takes a second to be seen
-        return super().forward(x)
-
-    def well(self):
-        pass
-
-    def killed(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def lost(self):
-        """With the process that was started for it, as when a machine fails."""
-        psutil.Process(os.getppid()).parent().kill()
-        time.sleep(60)
-
-    def waits(self):
-        Path(f"waits-{os.getpid()}").touch()
-        while not Path("go").exists():
-            time.sleep(0.02)
-'''
-YAML = "# Mine\n_target_: lab.jobs.Job\nclasses: ${data.meta.classes}\nhow: well\n"
 TINY = ("--config-dir lab/conf model=job data=mine train.max_steps=12 train.log_every=1 -m").split()
 SLURM = '''#!{python}
 """A cluster of this one machine, as far as submitit asks it for something."""
@@ -99,12 +58,7 @@ elif command == "sacct":
 
 
 @pytest.fixture
-def jobs(lab):
-    return write_files(lab, {"lab/jobs.py": JOBS, "lab/conf/model/job.yaml": YAML})
-
-
-@pytest.fixture
-def begin(jobs, start_command):
+def begin(lab, start_command):
     """Start a sweep as a process."""
     return lambda *args, **how: start_command(*TINY, *args, **how)
 

@@ -4,31 +4,8 @@ import json
 import sys
 
 import pytest
+from run_folders import copy_files
 
-NET = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    first = None
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 16), nn.Linear(16, 10)
-        self.register_buffer("mean", torch.zeros(16), persistent=False)
-        self.hidden, self.calls = None, []
-
-    def forward(self, x):
-        if self.training and Net.first is None:
-            Net.first = (self.hidden, list(self.calls))
-        h = torch.tanh(self.a(x.flatten(1)))
-        self.hidden = h.detach().mean(0)
-        self.calls.append(len(x))
-        if self.training:
-            with torch.no_grad():
-                self.mean.lerp_(self.hidden, 0.3)
-        return self.b(h - self.mean)
-"""
 ADDED = (
     "model=mlp",
     "model._target_=stateful.Net",
@@ -45,7 +22,7 @@ def metrics(folder):
 
 @pytest.fixture
 def net(tmp_path, monkeypatch):
-    (tmp_path / "stateful.py").write_text(NET)
+    copy_files("stateful", tmp_path)
     monkeypatch.delitem(sys.modules, "stateful", raising=False)
 
 

@@ -5,28 +5,10 @@ import shutil
 
 import pytest
 import torch
+from run_folders import copy_files, only_run
 
 pytestmark = pytest.mark.slow
 
-TIMM = (
-    "_target_: timm.create_model\nmodel_name: test_vit\nimg_size: ${data.meta.side}\n"
-    "in_chans: ${data.meta.input.0}\nnum_classes: ${data.meta.classes}\n"
-)
-ROWS = (
-    "defaults:\n  - override /task@_global_.task: classification\n\n_target_: lab.data.rows\n"
-    "count: 40\nmeta:\n  input: [2, 32, 32]\n  side: 32\n  classes: 3\n"
-)
-DATA = """
-import torch
-from torch.utils.data import TensorDataset
-
-
-def rows(count: int):
-    generator = torch.Generator().manual_seed(count)
-    images = torch.randn(count, 2, 32, 32, generator=generator)
-    rows = TensorDataset(images, torch.arange(count) % 3)
-    return rows, rows
-"""
 WARM = (
     "scheduler._target_=transformers.get_constant_schedule_with_warmup",
     "+scheduler.num_warmup_steps=2",
@@ -43,17 +25,7 @@ QUICK = (
 @pytest.fixture(scope="module")
 def trained(inside, tmp_path_factory):
     """A folder with code of one's own, and a run of timm's model with transformers' schedule."""
-    home = tmp_path_factory.mktemp("trained")
-    files = {
-        "__init__.py": "",
-        "data.py": DATA,
-        "conf/model/tiny_timm.yaml": TIMM,
-        "conf/data/tiny.yaml": ROWS,
-    }
-    for name, text in files.items():
-        path = home / "lab" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    home = copy_files("own_checkpoints", tmp_path_factory.mktemp("trained"))
     with inside(home) as main:
         done = main(*QUICK)
     assert done.rc == 0, done.stderr
@@ -64,8 +36,7 @@ def trained(inside, tmp_path_factory):
 def folder(trained, tmp_path):
     """Return the run's folder in a copy of what was trained."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    (found,) = tmp_path.glob("outputs/runs/*")
-    return found
+    return only_run(tmp_path)
 
 
 def stranger(folder):

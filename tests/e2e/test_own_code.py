@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_folders import write_lab
 
 from runner.config.room import modes
 
@@ -37,9 +38,9 @@ def test_own_code_trains(main, lab, result, typed, names):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, inside, lab_writer):
+def trained(tmp_path_factory, inside):
     """A folder with code of one's own, and a run with a checkpoint of each step."""
-    home = lab_writer(tmp_path_factory.mktemp("trained"))
+    home = write_lab(tmp_path_factory.mktemp("trained"))
     with inside(home) as main:
         done = main(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9")
     assert done.rc == 0, done.stderr

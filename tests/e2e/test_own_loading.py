@@ -1,91 +1,8 @@
 """Collators and samplers of a user's own, from the command line."""
 
 import pytest
+from run_folders import copy_files
 from typed_runs import TypedRuns
-
-SETS = '''
-import os
-
-import torch
-from torch import nn
-from torch.utils.data import BatchSampler, Dataset, SequentialSampler, WeightedRandomSampler
-
-
-class Bag(nn.Module):
-    """Averages the embeddings of tokens [B, T]; token 0 is padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(9, 4, padding_idx=0)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, tokens):
-        return self.head(self.bag(tokens))
-
-
-class Sentences(Dataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        return torch.arange(1, 2 + index % 5), index % 2
-
-
-class Whole(Sentences):
-    def batch(self, indices):
-        return torch.ones(len(indices), 2, dtype=torch.long), indices % 2
-
-
-def make(kind="Sentences"):
-    return globals()[kind](24), globals()[kind](7)
-
-
-def taken(collate="mine"):
-    return make()
-
-
-class Pad:
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, pairs):
-        with open("pids.txt", "a") as file:
-            file.write(f"{os.getpid()} ")
-        inputs = torch.zeros(len(pairs), self.length, dtype=torch.long)
-        for row, (tokens, _) in zip(inputs, pairs):
-            row[: len(tokens)] = tokens
-        return inputs, torch.tensor([label for _, label in pairs])
-
-
-def broken(pairs):
-    return pairs[0]["input_ids"]
-
-
-def raises_late(pairs):
-    if len(pairs) < 8:
-        raise ArithmeticError("too few")
-    return Pad(5)(pairs)
-
-
-LENGTH = 5
-
-
-def second_half(dataset):
-    weights = [float(index >= len(dataset) // 2) for index in range(len(dataset))]
-    return WeightedRandomSampler(weights, 16)
-
-
-def batched(dataset):
-    return BatchSampler(SequentialSampler(dataset), 4, drop_last=False)
-
-
-def needs_labels(dataset):
-    return dataset.labels
-'''
-
 
 PAD = "data.collate=runner.data.padding.pad"
 SAMPLED = f"{PAD} data.sampler=own_loading.second_half"
@@ -94,12 +11,7 @@ SAMPLED = f"{PAD} data.sampler=own_loading.second_half"
 @pytest.fixture
 def runs(main, tmp_path):
     """Tiny runs on the sets above."""
-    (tmp_path / "own_loading.py").write_text(SETS)
-    meta = "kind: Sentences\nmeta:\n  classes: 2\n"
-    for group, text in (("data", f"make\n{meta}"), ("model", "Bag\n")):
-        config = tmp_path / "conf" / group / "own.yaml"
-        config.parent.mkdir(parents=True)
-        config.write_text(f"_target_: own_loading.{text}")
+    copy_files("own_loading", tmp_path)
     words = (
         "--config-dir conf data=own model=own task=classification train.batch_size=8 "
         "train.max_steps=4 tracking=none"

@@ -4,41 +4,7 @@ import json
 import re
 
 import pytest
-
-SETS = '''
-import torch
-from torch.utils.data import Dataset
-
-
-class Photos(Dataset):
-    """Bright and dark pictures, transformed."""
-
-    def __init__(self, transform):
-        self.transform = transform
-
-    @staticmethod
-    def splits(transform):
-        return Photos(transform), Photos(transform)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return self.transform(torch.full((1, 16, 12), index % 2 / 2)), index % 2
-'''
-
-NET = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, width, classes):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, classes))
-
-    def forward(self, x):
-        return self.layers(x)
-"""
+from run_folders import copy_files
 
 
 @pytest.fixture
@@ -49,7 +15,7 @@ def documented(main, root, tmp_path):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    (tmp_path / "lab" / "sets.py").write_text(SETS)
+    copy_files("own_yaml", tmp_path)
 
     def run(typed, *more):
         return main(*f"--config-dir lab/conf tracking=none {typed}".split(), *more)
@@ -121,7 +87,6 @@ def test_a_stream_of_hugging_face(documented, root, tmp_path):
     text = (root / "docs" / "own-code.md").read_text()
     (content,) = re.findall(r"```python\n# lab/streams.py\n(.*?)```", text, re.DOTALL)
     (tmp_path / "lab" / "streams.py").write_text(content)
-    (tmp_path / "lab" / "nets.py").write_text(NET)
     for name, count in (("rows", 20), ("held_out", 8)):
         rows = [json.dumps({"x": [i / 4, 1.0, -i, 2.0], "label": i % 2}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))

@@ -1,13 +1,13 @@
 """Each precision trains, stops halfway and is resumed: one pair of runs, which all tests ask."""
 
 import json
-import shutil
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
-import torch
 from precision_models import EMULATED, precisions_on_cpu
+from run_folders import cut_run
+from states import check_same_checkpoints
 
 from runner.checkpoint.checkpoint_file import load
 from runner.precision import registry
@@ -72,9 +72,7 @@ def trained(tmp_path_factory, inside):
         with inside(home) as main:
             done = main(*GPT, *words, "hydra.run.dir=whole")
             assert done.rc == 0, done.stderr
-            shutil.copytree(home / "whole", home / "resumed")
-            (home / "resumed" / "result.json").unlink()
-            last_checkpoint(home / "resumed").unlink()
+            cut_run(home / "whole", home / "resumed", HALF)
             done = main("checkpoint.resume=resumed")
         assert done.rc == 0, done.stderr
         assert f"resumed at step {HALF} of {STEPS}" in done.stdout
@@ -89,19 +87,6 @@ def last_checkpoint(folder):
 
 def content_of(folder, name):
     return json.loads((folder / name).read_text())
-
-
-def tensors_in(value, path=""):
-    """Return all tensors of nested mappings and lists by their paths."""
-    if isinstance(value, torch.Tensor):
-        return {path: value}
-    children = value if isinstance(value, dict) else {}
-    if isinstance(value, list | tuple):
-        children = dict(enumerate(value))
-    found = {}
-    for key, child in children.items():
-        found |= tensors_in(child, f"{path}.{key}")
-    return found
 
 
 def test_each_precision_that_trains_has_a_row():
@@ -137,14 +122,7 @@ def test_a_precision_names_what_it_leaves_as_it_was(trained, name):
 @pytest.mark.parametrize("name", COMPUTES)
 def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(trained, name):
     folders = trained(name)
-    whole, resumed = (load(last_checkpoint(folder)) for folder in vars(folders).values())
-    expected, found = (tensors_in(part) for part in (whole, resumed))
-    assert expected.keys() == found.keys()
-    for path, tensor in expected.items():
-        assert tensor.dtype == found[path].dtype, path
-        assert torch.equal(tensor, found[path]), path
-    for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
-        assert resumed[key] == whole[key]
+    check_same_checkpoints(*(load(last_checkpoint(folder)) for folder in vars(folders).values()))
 
 
 @pytest.mark.parametrize("mode", ["train", "plan"])

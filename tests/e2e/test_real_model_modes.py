@@ -160,8 +160,6 @@ def test_a_replay_names_the_module_of_a_saved_batch(main, files, tmp_path):
 
 
 def test_a_run_says_where_a_model_of_fields_loses_its_gradient(lab, main):
-    (lab / "lab" / "cut.py").write_text(CUT)
-    (lab / "lab" / "conf" / "model" / "cut.yaml").write_text("_target_: lab.cut.Cut\n")
     file = lab / "rows.npz"
     typed("bert-sequence", lab)
     shutil.move(lab / "bert-sequence.npz", file)
@@ -194,19 +192,3 @@ def test_a_run_of_a_transformers_model_writes_no_warnings_of_its_imports(fresh_c
     done = fresh_cli(*typed("vit", files), "tracking=none", "train.max_steps=1")
     assert done.rc == 0
     assert done.stderr == ""
-
-
-CUT = """
-import torch
-from torch import nn
-
-
-class Cut(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(12, 4)
-
-    @torch.no_grad()
-    def forward(self, input_ids, attention_mask):
-        return self.layer(input_ids.float())
-"""

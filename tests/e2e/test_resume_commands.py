@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from run_folders import finished_run
+from run_folders import copy_files, finished_run
 
 from runner.utils.files import folder_lock
 
@@ -243,28 +243,12 @@ def test_data_that_changed_before_a_resume_are_refused(main, tmp_path, rows):
 
 
 def test_examples_that_are_others_each_time_are_not_compared(main, tmp_path):
-    (tmp_path / "drawn.py").write_text(DRAWN)
+    copy_files("drawn", tmp_path)
     data = ("data=digits", "data._target_=drawn.sets", "data.meta.input=[4]", "task=classification")
     assert main(*QUICK, *data, "tracking=none", "hydra.run.dir=run").rc == 0
     make_unfinished(tmp_path / "run", 2)
     done = main("checkpoint.resume=run")
     assert (done.rc, "have changed" in done.stdout) == (0, False), done.stderr
-
-
-DRAWN = """
-import os
-import torch
-
-class Drawn(torch.utils.data.Dataset):
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return torch.tensor([*os.urandom(4)]) / 255, index % 10
-
-def sets(**_):
-    return Drawn(), Drawn()
-"""
 
 
 def test_the_best_checkpoint_and_the_weights_alone_are_written(main, tmp_path):

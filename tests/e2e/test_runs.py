@@ -18,20 +18,6 @@ SCALED = (
 ).split()
 TINY = "model=mlp model.hidden=[16] train.log_every=5 train.eval_every=6".split()
 STEPS = 12
-NEEDS = """
-import torch
-from lab.nets import Net
-
-
-class Needs(Net):
-    def __init__(self, state, **sizes):
-        super().__init__(**sizes)
-        self.state = state
-
-    def forward(self, x):
-        assert getattr(torch, self.state)()
-        return super().forward(x)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +217,6 @@ def test_evaluating_more_often_trains_the_same(own, tmp_path, result):
     ],
 )
 def test_a_run_computes_as_its_key_says(own, lab, word, state):
-    (lab / "lab" / "needs.py").write_text(NEEDS)
     model = ("model._target_=lab.needs.Needs", f"+model.state={state}")
     assert own(*model, word, "precision=bf16-mixed").rc == 0
     assert "AssertionError" in own(*model).stderr

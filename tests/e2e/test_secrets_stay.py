@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 import torch
+from run_folders import copy_files
 
 ENVIRONMENT = {
     "SOME_TOKEN": "canary-env-token-1",
@@ -16,32 +17,6 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "canary/aws+secret4",
     "AWS_SESSION_TOKEN": "canary-aws-session-5",
 }
-CODE = """
-import os
-import torch
-from torch.utils.data import TensorDataset
-
-def rows(count, api_key, db, user, note, hub):
-    assert api_key == "canary key,6" and hub["hf_token"] == "canary-hub-7", (api_key, hub)
-    assert user == os.environ["SOME_TOKEN"] and "canary-db-8" in db and "canary-sig-9" in note
-    if os.environ.get("FAIL"):
-        raise ArithmeticError(f"{user} {db} {note}")
-    x = torch.randn(count, 1, 2, 2)
-    data = TensorDataset(x, (x.sum((1, 2, 3)) > 0).long())
-    return data, data
-"""
-CONFIG = """# Mine
-defaults:
-  - override /task@_global_.task: classification
-_target_: mine.rows
-count: 20
-user: ${oc.env:SOME_TOKEN}
-api_key: ???
-note: https://h/x?sv=1&sig=canary-sig-9&se=2
-db: postgresql://ann:canary-db-8@h/db
-hub: {hf_token: canary-hub-7}
-meta: {input: [1, 2, 2], classes: 2}
-"""
 OWN = (
     "data.api_key='canary key,6'",
     *(
@@ -73,10 +48,7 @@ def holders(home):
 
 @pytest.fixture
 def home(tmp_path):
-    (tmp_path / "mine.py").write_text(CODE)
-    (tmp_path / "conf" / "data").mkdir(parents=True)
-    (tmp_path / "conf" / "data" / "mine.yaml").write_text(CONFIG)
-    return tmp_path
+    return copy_files("secrets", tmp_path)
 
 
 def shows_secret(done):

@@ -15,41 +15,10 @@ from waiting import SECONDS, wait_for
 from runner.sweeps.manifest import Manifest
 from runner.utils.files import folder_lock
 
-GATE = '''
-import time
-from pathlib import Path
-
-from lab.nets import Net
-
-
-class Gate(Net):
-    """Waits from its sixth step on for a file, where it was built as the one that waits."""
-
-    def __init__(self, waits: int, seed: int, **sizes) -> None:
-        super().__init__(**sizes)
-        self.waits = waits == seed
-
-    def forward(self, x):
-        if self.training and self.calls >= 5 and self.waits:
-            Path("waits").touch()
-            while not Path("go").exists():
-                time.sleep(0.02)
-            time.sleep(0.1)  # a signal to the sweep reaches its job a little later
-        return super().forward(x)
-'''
-YAML = "_target_: lab.gate.Gate\nclasses: ${data.meta.classes}\nwaits: 1\nseed: ${seed}\n"
 SWEEP = (
     "--config-dir lab/conf model=gate data=mine train.max_steps=12 train.eval_every=4 "
     "train.log_every=1 precision=16-mixed -m seed=0,1,2"
 ).split()
-
-
-@pytest.fixture
-def lab(lab_writer, tmp_path):
-    lab_writer(tmp_path)
-    (tmp_path / "lab" / "gate.py").write_text(GATE)
-    (tmp_path / "lab" / "conf" / "model" / "gate.yaml").write_text(YAML)
-    return tmp_path
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-from run_folders import job_results
+from run_folders import job_results, write_lab
 
 from runner.modes.result import RunResult
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory, inside, store, reader, lab_writer):
+def swept(tmp_path_factory, inside, store, reader):
     """Two precisions, with a job of each that fails in its second step: (what was printed, the
     sweep's folder, the parent run, its children in the order of their jobs, the client)."""
-    folder = lab_writer(tmp_path_factory.mktemp("sweep"))
+    folder = write_lab(tmp_path_factory.mktemp("sweep"))
     with inside(folder) as main:
         typed = (
             "--config-dir lab/conf model=net data=mine train.max_steps=3 -m precision=32,'16' "

@@ -4,52 +4,10 @@ import json
 
 import pytest
 import torch
+from run_folders import copy_files
 
 from runner.precision import registry
 
-CLASS = '''
-import torch
-from torch import nn
-
-from runner.precision.casting import cast_nest
-from runner.precision.contract import Precision
-
-
-class Factor(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
-def loud():
-    """A model of digits whose activations are beyond float16's range in one place."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 32), Factor(1e7), Factor(1e-7), nn.ReLU(), nn.Linear(32, 10)
-    )
-
-
-class Half(Precision):
-    """Everything in float16, without a loss scale."""
-
-    storage = compute = torch.float16
-
-    def __init__(self, name, keep_fp32=()):
-        self.name, self.keep_fp32 = name, keep_fp32
-
-    def cast(self, inputs, plan):
-        return cast_nest(inputs, self.storage)
-
-
-class Single(Precision):
-    """Everything in float32."""
-
-    def __init__(self, name):
-        self.name = name
-'''
-HALF = "# float16 of my own\n# Why: to try\nname: own-half\n_target_: mine.Half\nkeep_fp32: []\n"
 CONFIGS = ("--config-dir", "conf")
 DIGITS = (*CONFIGS, "data=digits", "tracking=none", "seed=0")
 # Adam's eps is 0 in float16, in which a kernel that is not fused adds it to a root of 0.
@@ -59,14 +17,7 @@ DIVIDES_BY_ZERO = ("optimizer=adamw", "+optimizer.fused=false")
 @pytest.fixture
 def own(main, tmp_path, monkeypatch):
     """`python -m runner <args>` with a module and two yamls of the user's."""
-    folder = tmp_path / "conf" / "precision"
-    folder.mkdir(parents=True)
-    (tmp_path / "mine.py").write_text(CLASS)
-    (folder / "own-half.yaml").write_text(HALF)
-    (tmp_path / "conf" / "model").mkdir()
-    (tmp_path / "conf" / "model" / "loud.yaml").write_text("_target_: mine.loud\n")
-    (folder / "own-single.yaml").write_text("name: own-single\n_target_: mine.Single\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(copy_files("own_precision", tmp_path))
     return main
 
 

@@ -8,8 +8,8 @@ from nets import Mixture
 from processes import Outcome
 from run_folders import finished_run
 from states import CPU
-from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch import nn
+from training_states import MLP, begin, resume_halfway, save, train
 
 from runner.config.targets import check_targets
 from runner.precision.layers.experts import convert_experts

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from precision_models import CPU, DELAYED_SCALING, load_precision, precisions_on_cpu, train_state
+from run_folders import copy_files
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -275,33 +276,10 @@ def test_layers_with_first_derivatives_refuse_gradients_of_gradients(name):
     assert norms(gradients(ignored, seeded(Field), batches())).allclose(exact, rtol=0.1)
 
 
-OWN = """
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-
-class Net(nn.Module):
-    def __init__(self, twice, **sizes):
-        super().__init__()
-        self.into, self.twice = nn.Linear(64, 32), twice
-        self.body, self.head = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 10)
-
-    def forward(self, x):
-        x = self.into(x.flatten(1))
-        if not self.twice:
-            return self.head(checkpoint(self.body, x, use_reentrant=False))
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.requires_grad_()
-            y = self.body(x)
-            return self.head(y + torch.autograd.grad(y.sum(), x, create_graph=True)[0])
-"""
-
-
 @pytest.fixture
 def run(main, tmp_path):
     """Two steps of a model of the user's own."""
-    (tmp_path / "own.py").write_text(OWN)
+    copy_files("derivatives", tmp_path)
 
     def run(precision, twice):
         words = f"model._target_=own.Net +model.twice={twice} precision={precision}"
