@@ -6,7 +6,6 @@ from importlib import import_module
 
 import pytest
 import torch
-from refusals import check_refused
 from run_folders import copy_files, write_files
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -104,8 +103,7 @@ def test_a_detector_learns_bit_by_bit_what_a_loop_by_hand_learns(trained, sets):
 @pytest.mark.extended
 def test_a_detector_trains_in_bf16_mixed_in_micro_batches(detect, lab):
     words = ("precision=bf16-mixed", "train.max_steps=1", "train.accumulate=2")
-    done = detect(*words, "checkpoint.final=false", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+    detect(*words, "checkpoint.final=false", "hydra.run.dir=run").check_ok()
     assert metrics(lab / "run")["val/loss"] > 0
 
 
@@ -117,22 +115,17 @@ def test_a_detector_in_16_mixed_resumes_where_it_stopped(detect, lab):
         "data.collate=squares.two_lists",
     )
     saving = ("hydra.run.dir=run", "checkpoint.every_steps=1", "checkpoint.keep=2")
-    whole = detect(*words, "precision.loss_scale.init_scale=256", *saving)
-    assert whole.rc == 0, whole.stderr
+    detect(*words, "precision.loss_scale.init_scale=256", *saving).check_ok()
     expected = metrics(lab / "run")
     (lab / "run" / "result.json").unlink()
     checkpoint = lab / "run" / "checkpoints" / "step-00000001.pt"
-    resumed = detect(f"checkpoint.resume={checkpoint}", "train.max_steps=2")
-    assert resumed.rc == 0, resumed.stderr
+    detect(f"checkpoint.resume={checkpoint}", "train.max_steps=2").check_ok()
     assert metrics(lab / "run") == expected
 
 
 def test_it_is_planned_and_evaluated(detect, trained):
-    planned = detect("mode=plan", "+data.meta.input=[3,32,40]")
-    assert planned.rc == 0, planned.stderr
-    assert "not predicted" in planned.stdout
-    found = detect("mode=evaluate", f"checkpoint={trained}", "precision=bf16-mixed")
-    assert found.rc == 0, found.stderr
+    detect("mode=plan", "+data.meta.input=[3,32,40]").check_ok("not predicted")
+    found = detect("mode=evaluate", f"checkpoint={trained}", "precision=bf16-mixed").check_ok()
     assert "change +" in found.stdout or "change -" in found.stdout
 
 
@@ -148,25 +141,25 @@ def test_it_is_planned_and_evaluated(detect, trained):
     ],
 )
 def test_what_does_not_fit_a_detector_gets_one_message(detect, args, message):
-    check_refused(detect(*args), message)
+    detect(*args).check_refused(message)
 
 
 def test_a_model_that_takes_no_boxes_is_refused(lab, main):
     done = main(*RUN, "data=boxes", "model=resnet", "model.input_shape=[3,32,40]")
-    check_refused(done, "model(images, targets), and ResNet.forward takes (x)")
+    done.check_refused("model(images, targets), and ResNet.forward takes (x)")
 
 
 def test_labels_outside_the_classes_are_found_before_training(detect):
     found = (
         "data: sample 0 of the train set, and 4 more of the 6 looked at: label 2 is outside the 2"
     )
-    check_refused(detect("+data.label=2"), found, status=1)
+    detect("+data.label=2").check_refused(found, status=1)
 
 
 def test_a_segmenter_takes_out_and_says_so(segment, lab, sets):
-    done = segment("checkpoint.safetensors=true", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
-    assert "takes out of the model's output (task.output=out)" in done.stdout
+    segment("checkpoint.safetensors=true", "hydra.run.dir=run").check_ok(
+        "takes out of the model's output (task.output=out)"
+    )
 
     torch.manual_seed(0)
     name = "lraspp_mobilenet_v3_large"
@@ -181,8 +174,7 @@ def test_a_segmenter_takes_out_and_says_so(segment, lab, sets):
 
 
 def test_the_auxiliary_loss_needs_its_head(segment):
-    done = segment("task.aux_weight=0.4")
-    check_refused(done, "model.options={aux_loss: true}")
+    segment("task.aux_weight=0.4").check_refused("model.options={aux_loss: true}")
 
 
 @pytest.mark.parametrize(
@@ -191,8 +183,7 @@ def test_the_auxiliary_loss_needs_its_head(segment):
 def test_a_segmenter_with_an_auxiliary_head_trains(segment, lab, precision):
     words = (f"precision={precision}", "train.max_steps=1", "hydra.run.dir=run")
     model = ("model.name=deeplabv3_mobilenet_v3_large", "model.options={aux_loss: true}")
-    done = segment(*model, "task.aux_weight=0.4", *words)
-    assert done.rc == 0, done.stderr
+    segment(*model, "task.aux_weight=0.4", *words).check_ok()
     assert set(metrics(lab / "run")) == {"val/loss", "val/accuracy", "val/iou"}
 
 
@@ -206,6 +197,4 @@ def test_the_example_of_the_docs_trains(lab, root, main):
     write_files(lab, texts)
     (command,) = re.findall(r"    python -m runner (.*data=boxes.*)\n", page)
     small = ("tracking=none", "train.max_steps=1", "train.batch_size=4", "checkpoint.final=false")
-    done = main(*command.split(), *small)
-    assert done.rc == 0, done.stderr
-    assert "val/loss" in done.stdout
+    main(*command.split(), *small).check_ok("val/loss")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from refusals import check_refused
 from run_folders import write_files
 
 from runner.checkpoint.checkpoint_file import load
@@ -117,8 +116,9 @@ def test_a_hook_that_fails_loses_nothing(hooked, main, lab):
     assert "KeyError: 'no such prompt' (hooks.py, line " in done.stderr
     assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in done.stderr
     assert "no such prompt" in (lab / "run" / "error.txt").read_text()
-    done = main("checkpoint.resume=run", "task.after_evaluation=lab.hooks.note", "tracking=none")
-    assert done.rc == 0, done.stderr
+    main(
+        "checkpoint.resume=run", "task.after_evaluation=lab.hooks.note", "tracking=none"
+    ).check_ok()
     resumed = json.loads((lab / "run" / "result.json").read_text())
     # The evaluation of step 2 is done again, and the rest is that of a run that never failed.
     assert [info.step for info, _, _ in calls()] == [2, 4]
@@ -137,8 +137,7 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
     assert (found["best"], found["metrics"]["val/steps"]) == (2, 4)
     # Once before the training, to know its names.
     assert [info.step for info, _, _ in calls()] == [0, 2, 4]
-    done = main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=again")
-    assert done.rc == 0, done.stderr
+    main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=again").check_ok()
     again = json.loads((lab / "again" / "result.json").read_text())
     assert again["metrics"] == found["metrics"]
 
@@ -164,4 +163,4 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
 )
 def test_wrong_hooks(hooked, hook, more, status, message):
     done, _ = hooked("run", f"task.after_evaluation={hook}", *more.split())
-    check_refused(done, message, status=status)
+    done.check_refused(message, status=status)

@@ -2,7 +2,7 @@
 what failed and what to change."""
 
 import pytest
-from refusals import check_refused, message_table
+from refusals import message_table
 
 
 @pytest.fixture
@@ -83,12 +83,11 @@ Row data=odd_tensors task=classification data.kind=yes => Those fit task=binary:
 
 @pytest.mark.parametrize(("typed", "parts"), MESSAGES)
 def test_a_failure_on_a_batch_gets_one_message(odd, typed, parts):
-    done = odd(typed)
-    check_refused(done, *parts)
+    done = odd(typed).check_refused(*parts)
     assert "Choose ones that fit" not in done.stderr
 
 
 def test_several_inputs_are_passed_by_position(odd):
-    done = odd("Two data=odd_rows data.kind=three")
-    assert done.rc == 0, done.stderr
-    assert "2 inputs of a batch go to Two.forward by position" in done.stdout
+    odd("Two data=odd_rows data.kind=three").check_ok(
+        "2 inputs of a batch go to Two.forward by position"
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from refusals import check_refused, message_table
+from refusals import message_table
 from run_folders import job_results, only_run, only_sweep, write_lab
 
 from runner.config.invocation import Invocation
@@ -57,7 +57,7 @@ def replay(stopped, inside, tmp_path):
 
 def check_ended(done, *parts):
     """Check that a guard ended a run with a message that has these parts."""
-    check_refused(done, *parts, status=1)
+    done.check_refused(*parts, status=1)
 
 
 def samples(step, size=8, count=60):
@@ -189,9 +189,9 @@ def test_a_replay_names_what_the_precision_alone_breaks(faulty, lab):
 
 
 def test_weights_that_are_not_finite_replace_no_good_ones(faulty, lab):
-    done = faulty(*NAN, "guard.non_finite=warn", "checkpoint.every_steps=2")
-    assert done.rc == 0
-    assert "warning: the weights of step 12 are not finite and are not saved." in done.stdout
+    faulty(*NAN, "guard.non_finite=warn", "checkpoint.every_steps=2").check_ok(
+        "warning: the weights of step 12 are not finite and are not saved."
+    )
     (saved,) = only_run(lab).glob("checkpoints/*.pt")
     assert saved.name == "step-00000004.pt"
 
@@ -218,15 +218,13 @@ data.fault=rotten guard.data=warn guard.non_finite=ignore => sample 17 of the tr
 
 @pytest.mark.parametrize(("words", "parts"), WARNINGS)
 def test_a_warning_lets_the_run_finish(faulty, words, parts):
-    done = faulty(*words.split())
-    assert done.rc == 0, done.stderr
+    done = faulty(*words.split()).check_ok()
     assert any("warning: " in line and parts[0] in line for line in done.stdout.splitlines())
 
 
 def test_a_spike_stops_a_run_or_is_ignored(faulty):
     check_ended(faulty(*SPIKE.split(), "guard.spike=stop"), "the loss leapt to")
-    ignored = faulty(*SPIKE.split(), "guard.spike=ignore")
-    assert ignored.rc == 0
+    ignored = faulty(*SPIKE.split(), "guard.spike=ignore").check_ok()
     assert "the loss leapt to" not in ignored.stdout + ignored.stderr
 
 
@@ -244,7 +242,7 @@ def test_data_are_looked_at_before_training(faulty, lab, word, parts):
 
 
 def test_an_empty_split_is_named(faulty):
-    check_refused(faulty("data.val=0"), "data: the val set is empty")
+    faulty("data.val=0").check_refused("data: the val set is empty")
 
 
 def step_of(sample):
@@ -376,9 +374,7 @@ def test_a_sweep_continues_and_reports_the_jobs_that_diverged(lab, main):
 def test_a_file_that_is_no_batch_gets_one_message(faulty, lab):
     (lab / "b.json").write_text("{}")
     for path in ("b.json", "none.json"):
-        done = faulty("debug=replay", f"batch={path}")
-        assert done.rc == 2
-        assert f"batch={path} is no batch that a guard saved" in done.stderr
-    done = faulty("debug=replay")
-    assert done.rc == 2
-    assert "batch=outputs/runs/<time>/guard/" in done.stderr
+        faulty("debug=replay", f"batch={path}").check_refused(
+            f"batch={path} is no batch that a guard saved"
+        )
+    faulty("debug=replay").check_refused("batch=outputs/runs/<time>/guard/")

@@ -1,7 +1,6 @@
 """Loading processes that an error leaves do not keep the command from ending."""
 
 import pytest
-from refusals import check_refused
 from run_folders import copy_files
 
 
@@ -12,4 +11,4 @@ def test_a_model_that_fails_on_the_first_batch_ends_the_command(fresh_cli, tmp_p
     data = f"~data +data._target_=mysets.{name} task=classification"
     rest = "train.max_steps=3 train.num_workers=1 tracking=none"
     done = fresh_cli(*model.split(), *data.split(), *rest.split(), timeout=120)
-    check_refused(done, "fails on the first batch")
+    done.check_refused("fails on the first batch")

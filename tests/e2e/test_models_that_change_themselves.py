@@ -29,23 +29,20 @@ def net(tmp_path, monkeypatch):
 def test_trials_leave_no_trace_and_a_resumed_run_continues_with_changed_buffers(
     net, main, tmp_path
 ):
-    whole = main(*RUN, "train.max_steps=8", "hydra.run.dir=whole")
-    assert whole.rc == 0, whole.stderr
+    main(*RUN, "train.max_steps=8", "hydra.run.dir=whole").check_ok()
     assert sys.modules["stateful"].Net.first == (None, [])
     expected = metrics(tmp_path / "whole")
     begun = main(*RUN, "train.max_steps=4", "hydra.run.dir=begun")
     # Not the hidden state, which each forward replaces without having read it.
     named = "warning: calls: no checkpoint holds what the model changes in attributes"
     assert (begun.stdout + begun.stderr).count(named) == 1
-    done = main("checkpoint.resume=begun", "train.max_steps=8")
-    assert done.rc == 0, done.stderr
+    main("checkpoint.resume=begun", "train.max_steps=8").check_ok()
     assert metrics(tmp_path / "begun") == expected
-    evaluated = main(
+    main(
         "mode=evaluate",
         "tracking=none",
         "debug.overfit=2",
         "checkpoint=begun",
         "hydra.run.dir=evaluated",
-    )
-    assert evaluated.rc == 0, evaluated.stderr
+    ).check_ok()
     assert metrics(tmp_path / "evaluated")["val/loss"] == expected["val/loss"]

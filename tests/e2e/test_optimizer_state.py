@@ -112,8 +112,7 @@ def test_no_update_is_counted_as_lost_with_a_rule(runs):
 )
 def test_a_plan_counts_the_bytes_of_the_state(runs, typed, plain, ratio):
     def state_mib(words):
-        done = runs(f"mode=plan model.hidden=[4096] hydra.run.dir=plan {words}")
-        assert done.rc == 0, done.stderr
+        done = runs(f"mode=plan model.hidden=[4096] hydra.run.dir=plan {words}").check_ok()
         (line,) = [line for line in done.stdout.splitlines() if "optimizer state" in line]
         return float(line.split("│")[2].split()[0])
 
@@ -151,16 +150,14 @@ def test_what_cannot_work_is_one_message(runs, typed, parts):
 
 
 def test_a_sweep_compares_dtypes(runs, tmp_path):
-    done = runs("-m hydra/launcher=basic optimizer.state_dtype=null,bfloat16")
-    assert done.rc == 0, done.stderr
+    runs("-m hydra/launcher=basic optimizer.state_dtype=null,bfloat16").check_ok()
     wide, narrow = (job["optimizer_mib"] for job in job_results(tmp_path))
     assert narrow == pytest.approx(wide / 2, rel=0.01)
 
 
 def test_a_precision_without_the_key_runs_in_a_sweep_of_rules(runs, tmp_path):
     typed = "precision=32-true,bf16-true precision.update=kahan"
-    done = runs(f"-m hydra/launcher=basic {typed}")
-    assert done.rc == 0, done.stderr
+    runs(f"-m hydra/launcher=basic {typed}").check_ok()
     jobs = [(job["precision"], job["status"]) for job in job_results(tmp_path)]
     assert jobs == [("32-true", "finished"), ("bf16-true", "finished")]
 

@@ -31,8 +31,7 @@ def settings(done):
 def test_a_setting_that_it_names_trains_in_the_same_limit(greedy, place):
     named = settings(greedy("train.batch_size=30"))
     assert named[0][0].startswith("train.batch_size=")
-    done = greedy("train.batch_size=30", *named[place])
-    assert done.rc == 0, f"{named}: {done.stderr}"
+    greedy("train.batch_size=30", *named[place]).check_ok()
 
 
 def test_where_nothing_fits_it_says_so(greedy):

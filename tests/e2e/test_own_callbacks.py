@@ -87,8 +87,7 @@ def test_several_yamls_are_chosen_together_and_resumed(runs, main, lab):
     assert "callbacks.fail.on_steps, called at step 4, fails" in message
     calls()
     resume = "--config-dir lab/conf checkpoint.resume=run tracking=none callbacks.fail.until=99"
-    done = main(*resume.split())
-    assert done.rc == 0, done.stderr
+    done = main(*resume.split()).check_ok()
     assert "begins here" not in done.stdout
     assert calls()[0][:2] == ("load", 4)
 
@@ -178,9 +177,9 @@ def test_a_strangers_checkpoint_calls_no_callback(stopped, main, lab):
     content = torch.load(path, weights_only=True)
     content["spec"]["callbacks"]["fail"] = {"_target_": "subprocess.run", "args": ["touch", "no"]}
     torch.save(content, path)
-    done = main("checkpoint.resume=run", "tracking=none")
-    assert done.rc == 2
-    assert "names callbacks.fail._target_=subprocess.run" in done.stderr
+    main("checkpoint.resume=run", "tracking=none").check_refused(
+        "names callbacks.fail._target_=subprocess.run"
+    )
 
 
 def test_the_page_runs_in_a_sweep_too(main, root, lab):
@@ -194,8 +193,7 @@ def test_the_page_runs_in_a_sweep_too(main, root, lab):
         "model=mlp train.max_steps=4 train.eval_every=2 tracking=none hydra/launcher=basic "
         "hydra.sweep.dir=sweep"
     )
-    done = main(*typed.split())
-    assert done.rc == 0, done.stderr + done.stdout
+    main(*typed.split()).check_ok()
     results = [json.loads((lab / f"sweep/{i}/result.json").read_text()) for i in (0, 1)]
     assert [result["steps"] for result in results] == [2, 4]
     text = (lab / "sweep/1/callbacks/watch/summary.txt").read_text()

@@ -47,16 +47,12 @@ def stranger(folder):
 
 
 def test_ones_own_run_needs_nothing_typed_again(folder, main):
-    done = main("mode=evaluate", f"checkpoint={folder}", "precision=bf16-true", "tracking=none")
-    assert done.rc == 0, done.stderr
-    done = main(f"checkpoint.resume={folder}", "train.max_steps=4")
-    assert done.rc == 0, done.stderr
-    assert "resumed at step 2 of 4" in done.stdout
+    main("mode=evaluate", f"checkpoint={folder}", "precision=bf16-true", "tracking=none").check_ok()
+    main(f"checkpoint.resume={folder}", "train.max_steps=4").check_ok("resumed at step 2 of 4")
     done = main(f"checkpoint.resume={folder}", "train.max_steps=6")  # what it saved is signed, too
     assert done.rc == 0, done.stderr
     moved = folder.rename(folder.with_name("moved"))
-    done = main("mode=evaluate", f"checkpoint={moved}", "tracking=none")
-    assert done.rc == 0, done.stderr
+    main("mode=evaluate", f"checkpoint={moved}", "tracking=none").check_ok()
 
 
 def test_the_advice_for_a_strangers_run_works(folder, main):
@@ -65,29 +61,26 @@ def test_the_advice_for_a_strangers_run_works(folder, main):
     evaluate = ("mode=evaluate", f"checkpoint={folder}", "tracking=none")
     resume = (f"checkpoint.resume={folder}", "train.max_steps=4")
     for typed in (evaluate, resume):
-        done = main(*typed)
-        assert (done.rc, "Traceback" in done.stderr) == (2, False)
-        assert "names model._target_=timm.create_model, which is neither" in done.stderr
-        assert "not signed with your key" in done.stderr
-        assert "=... yourself" in done.stderr
-        assert "names data._target_=lab.data.rows, which is neither" in done.stderr
+        main(*typed).check_refused(
+            "names model._target_=timm.create_model, which is neither",
+            "not signed with your key",
+            "=... yourself",
+            "names data._target_=lab.data.rows, which is neither",
+        )
     own = ("--config-dir", "lab/conf", "model=tiny_timm", "data=tiny")
-    done = main(*evaluate, *own)
-    assert done.rc == 0, done.stderr
-    done = main(*resume, *own, *WARM)
-    assert done.rc == 0, done.stderr
+    main(*evaluate, *own).check_ok()
+    main(*resume, *own, *WARM).check_ok()
     done = main(f"checkpoint.resume={folder}", "train.max_steps=6")  # a stranger's run stays one
     assert (done.rc, "names model._target_=timm.create_model" in done.stderr) == (2, True)
-    other = main(*evaluate, *own, "model.img_size=16")
-    assert other.rc == 2
-    assert "The checkpoint's model has other values: type model.img_size=32, or" in other.stderr
+    main(*evaluate, *own, "model.img_size=16").check_refused(
+        "The checkpoint's model has other values: type model.img_size=32, or"
+    )
 
 
 def test_without_a_key_the_rules_for_strangers_hold(main, tmp_path, folder, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/dev/null/nowhere")
-    done = main(*QUICK, "train.max_steps=1")
-    assert done.rc == 0, done.stderr
+    main(*QUICK, "train.max_steps=1").check_ok()
     newest = max(tmp_path.glob("outputs/runs/*"))
-    done = main("mode=evaluate", f"checkpoint={newest}", "tracking=none")
-    assert done.rc == 2
-    assert "/dev/null/nowhere/precision-runner/key, which is not used" in done.stderr
+    main("mode=evaluate", f"checkpoint={newest}", "tracking=none").check_refused(
+        "/dev/null/nowhere/precision-runner/key, which is not used"
+    )

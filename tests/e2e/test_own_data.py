@@ -55,9 +55,9 @@ def test_a_few_examples_of_data_that_make_their_own_batches(runs):
 
 
 def test_processes_that_have_nothing_to_load_are_named(quick):
-    done = quick("train.num_workers=2")
-    assert done.rc == 0
-    assert "train.num_workers=2 starts no process: the data are in memory" in done.stdout
+    quick("train.num_workers=2").check_ok(
+        "train.num_workers=2 starts no process: the data are in memory"
+    )
 
 
 def test_several_validation_sets_and_test_sets(runs):

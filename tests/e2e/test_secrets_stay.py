@@ -64,8 +64,7 @@ def test_a_run_and_its_record(cli, home, empty_store):
         "tracking.tags.hf_token=canary-tag-11",
         "tracking.run_name='u http://ann:canary-12@h x'",
         env=ENVIRONMENT,
-    )
-    assert done.rc == 0, done.stderr
+    ).check_ok()
     assert not shows_secret(done)
     # Only from the journal can the writer know how to open the store; it is for its owner alone.
     (run,) = home.glob("outputs/runs/*")
@@ -96,20 +95,21 @@ def test_a_run_that_fails_and_one_that_is_resumed(inside_home, home, monkeypatch
     assert torch.load(path, weights_only=True)["spec"]["data"]["api_key"] == "***"
     assert holders(home) == set()
     again = ("--config-dir", "conf", f"checkpoint.resume={path}", "train.max_steps=4")
-    done = inside_home(*again)
-    assert done.rc == 2
-    assert "does not hold the secret data.api_key. Type data.api_key=<value>" in done.stderr
-    done = inside_home(*again, "data=mine", "data.api_key='canary key,6'")
-    assert done.rc == 0, done.stderr
-    assert "resumed at step 2 of 4" in done.stdout
+    inside_home(*again).check_refused(
+        "does not hold the secret data.api_key. Type data.api_key=<value>"
+    )
+    done = inside_home(*again, "data=mine", "data.api_key='canary key,6'").check_ok(
+        "resumed at step 2 of 4"
+    )
     assert not shows_secret(done)
     assert holders(home) == set()
 
 
 @pytest.mark.slow
 def test_a_sweep(cli, home):
-    done = cli(*OWN, "-m", "seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2", env=ENVIRONMENT)
-    assert done.rc == 0, done.stderr
+    done = cli(
+        *OWN, "-m", "seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2", env=ENVIRONMENT
+    ).check_ok()
     assert not shows_secret(done)
     assert holders(home) == set()
     (folder,) = home.glob("outputs/sweeps/*")

@@ -85,15 +85,14 @@ def test_a_step_that_fails_is_replayed_by_reading_the_stream_up_to_it(runs, main
     saved = json.loads((tmp_path / "run" / "guard" / "batch-000003.json").read_text())
     assert saved["steps"] == [3, 3]
     assert saved["micro_batches"] == []
-    done = main(*replay)
-    assert done.rc == 0, done.stderr
-    assert "trains 2 steps again, from the beginning" in done.stdout
-    assert "replay of step 3: 4 samples" in done.stdout
+    done = main(*replay).check_ok(
+        "trains 2 steps again, from the beginning", "replay of step 3: 4 samples"
+    )
     assert "the samples themselves are not finite" in done.stdout.replace("\n", " ")
     runs.train("train.max_steps=2", "other")
-    done = main(*replay, "init.weights=other")
-    assert done.rc == 2, done
-    assert "A stream's samples have no indices: leave init.weights out" in done.stderr
+    main(*replay, "init.weights=other").check_refused(
+        "A stream's samples have no indices: leave init.weights out"
+    )
 
 
 FAILING = "+data.kind=Raising +data.count=99 guard.data=ignore train.max_steps=6"

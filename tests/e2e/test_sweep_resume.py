@@ -61,9 +61,9 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
     assert f"Resume with: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
     before = (folder / "0" / "result.json").read_bytes()
     ids = [json.loads((folder / str(n) / "journal.state").read_text())["run_id"] for n in (0, 1)]
-    done = main("sweep.resume=last", uri, "tracking.patience=30")
-    assert done.rc == 0, done.stderr
-    assert "16-mixed seed=0: finished before\n" in done.stdout
+    done = main("sweep.resume=last", uri, "tracking.patience=30").check_ok(
+        "16-mixed seed=0: finished before\n"
+    )
     (step,) = re.findall(r"resumed at step (\d+) of 12", done.stdout)
     assert 6 <= int(step) < 12
     assert (folder / "0" / "result.json").read_bytes() == before
@@ -94,9 +94,7 @@ def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(interrupted, main, la
     assert status == -9
     other = main(f"sweep.resume={folder}", "tracking.uri=sqlite:///other.db")
     assert (other.rc, "other.db does not hold its run" in other.stderr) == (2, True)
-    done = main(f"sweep.resume={folder}")
-    assert done.rc == 0, done.stderr
-    assert f"continues the sweep in sqlite:///{lab}/mlflow.db" in done.stdout
+    main(f"sweep.resume={folder}").check_ok(f"continues the sweep in sqlite:///{lab}/mlflow.db")
     assert not (lab / "outputs" / "mlflow.db").exists()
     assert "3 of 3 jobs finished" in (folder / "report.md").read_text()
     sweep_id = json.loads((folder / "sweep.json").read_text())["id"]
@@ -157,7 +155,6 @@ def test_a_search_finds_its_trials_again(main, tmp_path):
     (folder,) = tmp_path.glob("outputs/sweeps/*")
     best = (folder / "optimization_results.yaml").read_text()
     shutil.rmtree(folder / "2")
-    done = main(f"sweep.resume={folder}")
-    assert done.rc == 0, done.stderr
+    done = main(f"sweep.resume={folder}").check_ok()
     assert done.stdout.count("finished before") == 2
     assert (folder / "optimization_results.yaml").read_text() == best

@@ -132,14 +132,12 @@ def test_evaluations_draw_alike_and_leave_the_training_its_numbers(name, main, t
     losses = []
     for every in (2, 6):
         folder = f"every{every}"
-        ran = main(
+        main(
             *RUN, f"precision={name}", f"train.eval_every={every}", f"hydra.run.dir={folder}"
-        )
-        assert ran.rc == 0, ran.stderr
+        ).check_ok()
         losses.append(val_loss(tmp_path / folder))
     typed = ("mode=evaluate", "tracking=none", "debug.overfit=2", "checkpoint=every6")
-    evaluated = main(*typed, "accelerator=cuda", "hydra.run.dir=evaluated")
-    assert evaluated.rc == 0, evaluated.stderr
+    main(*typed, "accelerator=cuda", "hydra.run.dir=evaluated").check_ok()
     losses.append(val_loss(tmp_path / "evaluated"))
     assert len({*losses}) == 1
 

@@ -90,8 +90,7 @@ def cells(text, first):
     ],
 )
 def test_the_row_of_a_module(main, tmp_path, command, row, line):
-    done = main("explain", *command.split())
-    assert done.rc == 0, done.stderr
+    done = main("explain", *command.split()).check_ok()
     name = command.split()[0]
     assert ", ".join(cells(done.stdout, name)) == row
     assert line in done.stdout
@@ -100,8 +99,7 @@ def test_the_row_of_a_module(main, tmp_path, command, row, line):
 
 @pytest.mark.parametrize("precision", ["32-true", "qat-int4"])
 def test_the_expert_that_a_format_hurts_most_is_named(main, precision):
-    done = main("explain", "*.mlp", f"precision={precision}", *MIXTURE.split())
-    assert done.rc == 0, done.stderr
+    done = main("explain", "*.mlp", f"precision={precision}", *MIXTURE.split()).check_ok()
     matrix = r"model\.layers\.0\.mlp\.experts\.(gate_up|down)_proj\[\d\] most: SQNR 3\d\.\d dB"
     assert re.search(f"float8_e4m3fn hurts the weight of expert {matrix}", done.stdout)
     assert "type precision.ignore_modules=[model.layers.0.mlp.experts]" in done.stdout
@@ -110,16 +108,14 @@ def test_the_expert_that_a_format_hurts_most_is_named(main, precision):
 
 
 def test_the_row_of_experts_stands_for_what_they_hold(main):
-    done = main("explain", "*.experts.act_fn", "precision=bnb-nf4", *MIXTURE.split())
-    assert done.rc == 0, done.stderr
+    done = main("explain", "*.experts.act_fn", "precision=bnb-nf4", *MIXTURE.split()).check_ok()
     _, stores, _, computes, *_ = cells(done.stdout, "model.layers.0.mlp.experts")
     assert (stores, computes) == ("nf4", "bfloat16")
 
 
 def test_modules_that_store_nothing_and_do_not_run_have_no_row(main):
     """The model calls the blocks that the list holds."""
-    done = main("explain", "blocks", "precision=bnb-nf4", *GPT.split())
-    assert done.rc == 0, done.stderr
+    done = main("explain", "blocks", "precision=bnb-nf4", *GPT.split()).check_ok()
     for name in ("blocks.0.contract", "blocks.1.contract"):
         assert cells(done.stdout, name)[-1] == "from Linear"
     with pytest.raises(StopIteration):
@@ -138,8 +134,6 @@ def test_modules_that_store_nothing_and_do_not_run_have_no_row(main):
     ],
 )
 def test_wrong_input_gets_one_message(main, command, message):
-    done = main("explain", *command.split())
-    assert done.rc == 2
-    assert message in done.stderr
+    done = main("explain", *command.split()).check_refused(message)
     assert done.stderr.count("error: ") == 1
     assert "Traceback" not in done.stderr

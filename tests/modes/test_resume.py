@@ -91,9 +91,7 @@ def check(main, compose, records, tmp_path):
         for step in steps:
             copy = cut_run(folder, tmp_path / f"cut-{step}", step)
             records.clear()
-            done = main(f"checkpoint.resume={copy}")
-            assert done.rc == 0, done.stderr
-            assert f"resumed at step {step} of 12" in done.stdout
+            main(f"checkpoint.resume={copy}").check_ok(f"resumed at step {step} of 12")
             after = [r for r in whole if r.step > step]
             assert repr(records) == repr(after)  # a NaN is itself
             again = checkpoint_file.load(locate.find_checkpoint(str(copy)))

@@ -28,8 +28,7 @@ def in_order(text, *words):
 
 def test_doctor_lists_an_own_precision_by_its_width(own, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    done = own("doctor", *CONFIGS)
-    assert done.rc == 0, done.stderr
+    done = own("doctor", *CONFIGS).check_ok()
     row = next(line for line in done.stdout.splitlines() if "own-half" in line)
     cells = [cell.strip() for cell in row.split("│")[1:4]]
     assert cells == ["own-half", "yes", "float16 of my own"]
@@ -39,17 +38,14 @@ def test_doctor_lists_an_own_precision_by_its_width(own, monkeypatch):
 def test_doctor_shows_why_one_does_not_load(own, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "conf" / "precision" / "own-half.yaml").write_text("name: x\n_target_: mine.No\n")
-    done = own("doctor", *CONFIGS)
-    assert done.rc == 0, done.stderr
+    done = own("doctor", *CONFIGS).check_ok()
     row = next(line for line in done.stdout.splitlines() if "own-half" in line)
     assert "no" in row.split("│")[2]
     assert "mine.No" in row
 
 
 def test_doctor_names_a_folder_that_is_not_there(own):
-    done = own("doctor", "--config-dir=nowhere")
-    assert done.rc == 2
-    assert "--config-dir=nowhere is no folder" in done.stderr
+    own("doctor", "--config-dir=nowhere").check_refused("--config-dir=nowhere is no folder")
 
 
 def test_a_built_in_yaml_is_the_base_of_one(own, tmp_path):
@@ -86,9 +82,7 @@ def test_advice_for_an_own_precision_follows_from_its_dtypes(own, tmp_path):
 
 
 def test_plan_shows_an_own_precision(own):
-    done = own(*DIGITS, "model=mlp", "precision=own-half", "mode=plan")
-    assert done.rc == 0, done.stderr
-    assert "own-half" in done.stdout
+    own(*DIGITS, "model=mlp", "precision=own-half", "mode=plan").check_ok("own-half")
 
 
 def test_a_failing_run_gets_the_remedy_of_its_range(own):
@@ -100,8 +94,7 @@ def test_a_failing_run_gets_the_remedy_of_its_range(own):
 def test_a_sweep_reports_an_own_precision(own, tmp_path):
     words = ("model=mlp", "train.max_steps=3", "optimizer=sgd", "optimizer.lr=0.01")
     sweep = ("-m", "hydra/launcher=basic", "precision=32-true,own-half")
-    done = own(*DIGITS, *words, *sweep)
-    assert done.rc == 0, done.stderr
+    own(*DIGITS, *words, *sweep).check_ok()
     (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
     assert "own-half" in page.read_text()
     results = [json.loads(p.read_text()) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
@@ -113,8 +106,7 @@ def test_a_sweep_reports_an_own_precision(own, tmp_path):
 def test_advice_names_the_cause_of_its_failure(own, tmp_path):
     words = ("model=loud", "mode=advise", "precision=own-half,own-single", "optimizer=sgd")
     lengths = ("advise.steps=10", "advise.seeds=3", "advise.budget=3m")
-    done = own(*DIGITS, *words, *lengths, "advise.objective=quality", "advise.islands=false")
-    assert done.rc == 0, done.stderr
+    own(*DIGITS, *words, *lengths, "advise.objective=quality", "advise.islands=false").check_ok()
     (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
     text = page.read_text()
     assert "own-half | diverged" in text

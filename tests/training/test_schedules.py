@@ -308,9 +308,8 @@ def test_what_a_schedule_follows_is_said():
 def test_a_plateau_run_reduces_the_rate_and_resumes(quick, tmp_path):
     settings = ("+scheduler.patience=0", "+scheduler.threshold=10", "+scheduler.factor=0.5")
     target = f"scheduler._target_={TORCH}.ReduceLROnPlateau"
-    done = quick(target, *settings, "train.eval_every=1")
-    assert done.rc == 0, done.stderr
-    assert "ReduceLROnPlateau follows val/accuracy (max) in the evaluations" in done.stdout
+    quick(target, *settings, "train.eval_every=1").check_ok(
+        "ReduceLROnPlateau follows val/accuracy (max) in the evaluations"
+    )
     folder = finished_run(tmp_path)
-    done = quick(f"checkpoint.resume={folder}", "train.max_steps=5")
-    assert done.rc == 0, done.stderr
+    quick(f"checkpoint.resume={folder}", "train.max_steps=5").check_ok()

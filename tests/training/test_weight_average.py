@@ -172,9 +172,9 @@ EMA = ("train.ema=0.9", "train.eval_every=1", "checkpoint.safetensors=true")
 
 
 def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
-    done = quick(*EMA, "precision=bf16-mixed")
-    assert done.rc == 0, done.stderr
-    assert "val/... are those of the averaged weights (train.ema=0.9; 0.0 MiB more)" in done.stdout
+    quick(*EMA, "precision=bf16-mixed").check_ok(
+        "val/... are those of the averaged weights (train.ema=0.9; 0.0 MiB more)"
+    )
     folder = finished_run(tmp_path)
     content = checkpoint_file.load(folder / "checkpoints" / "step-00000003.pt")
     weights = content["average"]["weights"]
@@ -184,9 +184,9 @@ def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
         assert torch.equal(exported[name], average)
         assert torch.equal(raw[name], content["model"][name])
         assert not torch.equal(raw[name], average)
-    evaluated = quick("mode=evaluate", f"checkpoint={folder}")
-    assert evaluated.rc == 0, evaluated.stderr
-    assert "evaluates the averaged weights (train.ema=0.9)" in evaluated.stdout
+    evaluated = quick("mode=evaluate", f"checkpoint={folder}").check_ok(
+        "evaluates the averaged weights (train.ema=0.9)"
+    )
     for key, value in content["metrics"].items():
         assert f"{value:.4g}" in evaluated.stdout, key
 
