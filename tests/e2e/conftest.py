@@ -86,8 +86,7 @@ def run_once(tmp_path_factory, inside):
         if words not in finished:
             folder = write_lab(tmp_path_factory.mktemp("once"))
             with inside(folder) as main:
-                done = main(*words)
-            assert done.rc == 0, done.stderr
+                done = main(*words).check_ok()
             result = read_result(folder)
             finished[words] = FinishedRun(done, Path(result["folder"]), result)
         return finished[words]

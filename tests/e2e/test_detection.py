@@ -47,8 +47,7 @@ def trained(tmp_path_factory, inside):
     """The folder of a detector's run of three steps."""
     folder = copy_files("detection", tmp_path_factory.mktemp("trained"))
     with inside(folder) as main:
-        done = main(*DETECT, "checkpoint.safetensors=true", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+        main(*DETECT, "checkpoint.safetensors=true", "hydra.run.dir=run").check_ok()
     return folder / "run"
 
 

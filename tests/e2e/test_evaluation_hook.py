@@ -116,9 +116,8 @@ def test_a_hook_that_fails_loses_nothing(hooked, main, lab):
     assert "KeyError: 'no such prompt' (hooks.py, line " in done.stderr
     assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in done.stderr
     assert "no such prompt" in (lab / "run" / "error.txt").read_text()
-    main(
-        "checkpoint.resume=run", "task.after_evaluation=lab.hooks.note", "tracking=none"
-    ).check_ok()
+    done = main("checkpoint.resume=run", "task.after_evaluation=lab.hooks.note", "tracking=none")
+    done.check_ok()
     resumed = json.loads((lab / "run" / "result.json").read_text())
     # The evaluation of step 2 is done again, and the rest is that of a run that never failed.
     assert [info.step for info, _, _ in calls()] == [2, 4]

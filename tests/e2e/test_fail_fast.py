@@ -48,9 +48,8 @@ def test_jobs_that_run_beside_the_failed_one_end_with_a_checkpoint(quick, main, 
 
 
 def test_a_precision_that_is_not_here_is_no_failure(quick, tmp_path):
-    quick(
-        *SWEEP, "accelerator=cpu", "precision=tf32,bf16-mixed", "hydra/launcher=basic"
-    ).check_refused()
+    done = quick(*SWEEP, "accelerator=cpu", "precision=tf32,bf16-mixed", "hydra/launcher=basic")
+    done.check_refused()
     assert [job["status"] for job in job_results(tmp_path)] == ["unavailable", "finished"]
 
 

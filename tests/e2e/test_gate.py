@@ -34,7 +34,7 @@ def recorded(tmp_path_factory, inside, store):
     words = "-m precision=32-true seed=0,1,2 train.max_steps=20 hydra/launcher=basic".split()
     with inside(folder) as main:
         done = main(*TRAINED, *words, f"tracking.uri={store}", "tracking.experiment=gate")
-    assert done.rc == 0, done.stderr
+        done.check_ok()
     parent = done.stdout.partition("MLflow: parent run ")[2].partition(";")[0]
     return only_sweep(folder), parent
 

@@ -49,7 +49,7 @@ def replay(stopped, inside, tmp_path):
     def run(*words):
         with inside(stopped[1]) as main:
             done = main("--config-dir", "lab/conf", *words, f"hydra.run.dir={tmp_path}/again")
-        assert done.rc == 0, done.stderr
+            done.check_ok()
         return done.stdout
 
     return run

@@ -188,9 +188,8 @@ def texts(lab, main, caplog):
         model.save_pretrained(lab / "pretrained")
         words = "model=hf model.path=pretrained data=parquet data.path=rows.parquet data.text=body"
         keys = "data.val_path=rows.parquet data.tokenizer=tokenizer tracking=none train.max_steps=1"
-        done = main(
-            *words.split(), *keys.split(), f"model.kind={kind}", "optimizer.lr=0.0", *typed
-        ).check_ok()
+        done = main(*words.split(), *keys.split(), f"model.kind={kind}", "optimizer.lr=0.0", *typed)
+        done.check_ok()
         assert "each text ends with </s> (data.end_token=auto)" in caplog.text
         return model, torch.tensor([[*row, 0] for row in ids]), done.stdout
 

@@ -36,7 +36,7 @@ def swept(base, tmp_path_factory, inside):
     typed = ("mode=evaluate", f"checkpoint={base.folder}", f"precision={','.join(SWEPT)}")
     with inside(folder) as main:
         done = main("-m", "hydra/launcher=basic", "accelerator=cpu", "tracking=none", *typed)
-    assert done.rc == 0, done.stderr
+        done.check_ok()
     return done, job_results(folder), (only_sweep(folder) / "report.md").read_text()
 
 
@@ -46,7 +46,7 @@ def gpt(tmp_path_factory, inside, store, reader):
     folder = write_files(tmp_path_factory.mktemp("gpt"), {"text.txt": TEXT})
     with inside(folder) as main:
         done = main(*GPT, "precision=bnb-nf4", f"tracking.uri={store}", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+        done.check_ok()
     outcome = json.loads((folder / "run" / "result.json").read_text())
     rows = json.loads((folder / "run" / "conversion.json").read_text())
     return done, outcome, rows, reader().get_run(outcome["run_id"])

@@ -27,8 +27,7 @@ def trained(inside, tmp_path_factory):
     """A folder with code of one's own, and a run of timm's model with transformers' schedule."""
     home = copy_files("own_checkpoints", tmp_path_factory.mktemp("trained"))
     with inside(home) as main:
-        done = main(*QUICK)
-    assert done.rc == 0, done.stderr
+        main(*QUICK).check_ok()
     return home
 
 

@@ -40,8 +40,7 @@ def trained(tmp_path_factory, inside):
     """A folder with code of one's own, and a run with a checkpoint of each step."""
     home = write_lab(tmp_path_factory.mktemp("trained"))
     with inside(home) as main:
-        done = main(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9")
-    assert done.rc == 0, done.stderr
+        main(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9").check_ok()
     return home
 
 

@@ -72,8 +72,7 @@ def trained(tmp_path_factory, inside):
         with inside(home) as main:
             main(*GPT, *words, "hydra.run.dir=whole").check_ok()
             cut_run(home / "whole", home / "resumed", HALF)
-            done = main("checkpoint.resume=resumed")
-        assert done.rc == 0, done.stderr
+            done = main("checkpoint.resume=resumed").check_ok()
         assert f"resumed at step {HALF} of {STEPS}" in done.stdout
         return SimpleNamespace(whole=home / "whole", resumed=home / "resumed")
 

@@ -22,8 +22,7 @@ def trained(tmp_path_factory, inside, result):
         if words not in made:
             folder = tmp_path_factory.mktemp("trained")
             with inside(folder) as main:
-                done = main(*MLP, f"train.max_steps={STEPS}", *words)
-            assert done.rc == 0, done.stderr
+                main(*MLP, f"train.max_steps={STEPS}", *words).check_ok()
             made[words] = Path(result(folder)["folder"])
         return made[words]
 

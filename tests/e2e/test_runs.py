@@ -25,8 +25,7 @@ def tracked(tmp_path_factory, inside, store, reader, result):
     """A run with a loss scale in a real store: (its folder, its MLflow run, the client)."""
     folder = tmp_path_factory.mktemp("tracked")
     with inside(folder) as main:
-        done = main(*TINY, *SCALED, f"train.max_steps={STEPS}", f"tracking.uri={store}")
-    assert done.rc == 0, done.stderr
+        main(*TINY, *SCALED, f"train.max_steps={STEPS}", f"tracking.uri={store}").check_ok()
     outcome = result(folder)
     client = reader()
     return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client
@@ -291,9 +290,8 @@ def test_a_profile_is_left_in_the_folder(debugged):
 
 
 def test_early_stop_ends_a_run_before_its_last_step(quick, tmp_path, result):
-    quick(
-        "train.max_steps=50", "train.eval_every=2", "train.early_stop=2", "optimizer.lr=0"
-    ).check_ok()
+    done = quick("train.max_steps=50", "train.eval_every=2", "train.early_stop=2", "optimizer.lr=0")
+    done.check_ok()
     assert result(tmp_path)["steps"] == 6
 
 

@@ -107,9 +107,8 @@ def test_a_run_that_fails_and_one_that_is_resumed(inside_home, home, monkeypatch
 
 @pytest.mark.slow
 def test_a_sweep(cli, home):
-    done = cli(
-        *OWN, "-m", "seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2", env=ENVIRONMENT
-    ).check_ok()
+    done = cli(*OWN, "-m", "seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2", env=ENVIRONMENT)
+    done.check_ok()
     assert not shows_secret(done)
     assert holders(home) == set()
     (folder,) = home.glob("outputs/sweeps/*")

@@ -34,8 +34,7 @@ def trained(tmp_path_factory, inside):
     """Folder of a run that left model.safetensors."""
     folder = tmp_path_factory.mktemp("trained")
     with inside(folder) as main:
-        done = main(*MLP, "checkpoint.safetensors=true", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+        main(*MLP, "checkpoint.safetensors=true", "hydra.run.dir=run").check_ok()
     return folder / "run"
 
 

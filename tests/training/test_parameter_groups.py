@@ -242,9 +242,8 @@ def test_the_rate_of_each_group_is_recorded(quick, tmp_path):
 def test_a_resume_with_other_groups_is_refused(quick, tmp_path):
     assert quick(*GROUPS).rc == 0
     folder = finished_run(tmp_path)
-    quick(
-        f"checkpoint.resume={folder}", "train.max_steps=4", "optimizer.groups=null"
-    ).check_refused("is of groups with other settings. Leave optimi")
+    done = quick(f"checkpoint.resume={folder}", "train.max_steps=4", "optimizer.groups=null")
+    done.check_refused("is of groups with other settings. Leave optimi")
     quick(f"checkpoint.resume={folder}", "train.max_steps=4").check_ok()
 
 

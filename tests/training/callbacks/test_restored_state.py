@@ -46,9 +46,8 @@ def interrupted(main, tmp_path):
     """Train a run that can be resumed at its last step, and return its folder and its output."""
 
     def train(*typed):
-        done = main(
-            *RUN, "train.max_steps=12", *typed, f"hydra.run.dir={tmp_path / 'run'}"
-        ).check_ok()
+        done = main(*RUN, "train.max_steps=12", *typed, f"hydra.run.dir={tmp_path / 'run'}")
+        done.check_ok()
         return tmp_path / "run", done.stdout + done.stderr
 
     return train

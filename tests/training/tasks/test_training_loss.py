@@ -134,9 +134,8 @@ def test_val_loss_is_the_training_loss_over_all_labels():
 def test_a_run_trains_on_the_loss_and_evaluates_it(quick, main, tmp_path):
     found = []
     for i, words in enumerate(([], ["task.loss={_target_: torch.nn.MultiMarginLoss}"])):
-        quick(
-            "task=classification", "train.max_steps=1", *words, f"hydra.run.dir=run{i}"
-        ).check_ok()
+        done = quick("task=classification", "train.max_steps=1", *words, f"hydra.run.dir=run{i}")
+        done.check_ok()
         found.append(json.loads((tmp_path / f"run{i}" / "result.json").read_text()))
     assert found[0]["train_loss"] != found[1]["train_loss"]
 
