@@ -4,45 +4,20 @@ import json
 
 import pytest
 import torch
+from tiny_configs import tiny_config, tiny_settings
 from tiny_models import word_tokenizer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-BERT = {"model_type": "bert", "intermediate_size": 64, **TEXT}
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "vocab_size": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+MODEL_TYPES = {
+    "causal_lm": "gpt2",
+    "masked_lm": "bert",
+    "seq2seq_lm": "t5",
+    "sequence_classification": "bert",
+    "token_classification": "bert",
+    "image_classification": "vit",
 }
-CONFIGS = {
-    "causal_lm": GPT2,
-    "masked_lm": BERT,
-    "seq2seq_lm": {
-        "model_type": "t5",
-        "d_model": 32,
-        "d_ff": 64,
-        "d_kv": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 64,
-        "decoder_start_token_id": 0,
-    },
-    "sequence_classification": BERT,
-    "token_classification": BERT,
-    "image_classification": {
-        "model_type": "vit",
-        "image_size": 16,
-        "patch_size": 8,
-        "intermediate_size": 64,
-        **TEXT,
-    },
-}
+GPT2 = tiny_settings("gpt2")
 RUN = (
     "--config-dir lab/conf data=fields tracking=none train.batch_size=4 train.max_steps=3 "
     "optimizer=sgd optimizer.lr=0.1 optimizer.momentum=0.0 optimizer.weight_decay=0.0"
@@ -54,13 +29,13 @@ def job(lab, main):
     """Run a Hugging Face model of a kind on the data set of its fields."""
 
     def run(kind, *args, **config):
-        (lab / "config.json").write_text(json.dumps({**CONFIGS[kind], **config}))
+        (lab / "config.json").write_text(json.dumps(tiny_settings(MODEL_TYPES[kind], **config)))
         return main(*RUN, "model=hf", f"model.kind={kind}", "model.config=config.json", *args)
 
     return run
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_every_kind_of_model_trains_from_yaml_alone(job, lab, result, kind):
     classes = ["model.classes=4"] if kind.endswith("classification") else []
     job(kind, "precision=bf16-mixed", *classes).check_ok(" of a batch go to ")
@@ -73,18 +48,15 @@ def test_every_kind_of_model_trains_from_yaml_alone(job, lab, result, kind):
 
 
 def test_the_losses_are_those_of_a_loop_by_hand(job, lab, result, monkeypatch):
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     job("causal_lm", "data.shuffle=false", "checkpoint.safetensors=true").check_ok()
 
     monkeypatch.syspath_prepend(str(lab))
     from lab.fields import Fields
 
-    config = {key: value for key, value in GPT2.items() if key != "model_type"}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt2", **config), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt2"), dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, batch in zip(range(3), DataLoader(Fields(16, "causal_lm"), 4), strict=False):
         _loss(model, batch).backward()
@@ -117,10 +89,9 @@ def test_the_loss_of_the_model_itself_is_the_same(job, lab, result):
 
 
 def test_pretrained_weights_come_from_a_local_folder(job, lab, result):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = GPT2Config(**{key: value for key, value in GPT2.items() if key != "model_type"})
-    pretrained = GPT2LMHeadModel(config)
+    pretrained = GPT2LMHeadModel(tiny_config("gpt2"))
     pretrained.save_pretrained(lab / "pretrained")
     settings = ["model.config=null", "model.path=pretrained", "optimizer.lr=0.0"]
     job("causal_lm", *settings, "checkpoint.safetensors=true").check_ok()
@@ -145,7 +116,7 @@ def test_a_resumed_run_and_an_evaluation_build_the_model_again(job, lab, main, r
 def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, result):
     import pyarrow as pa
     from pyarrow import parquet as pq
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     page = (root / "docs" / "own-code.md").read_text()
     yaml = page.partition("```yaml\n# lab/conf/experiment/tune.yaml\n")[2].partition("```")[0]
@@ -154,8 +125,7 @@ def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, res
     experiment.write_text(yaml)
     fast = word_tokenizer(("[UNK]", "a", "b", "c"), unk_token="[UNK]")
     fast.save_pretrained(lab / "models" / "tiny")
-    config = {key: value for key, value in GPT2.items() if key != "model_type"}
-    tiny = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **config))
+    tiny = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
     tiny.save_pretrained(lab / "models" / "tiny")
     pq.write_table(pa.table({"body": ["a b c a b", "c c b"] * 20}), lab / "rows.parquet")
     words = "--config-dir lab/conf experiment=tune precision=bf16-mixed tracking=none"
@@ -208,7 +178,7 @@ def test_packed_texts_have_the_losses_of_each_text_alone(texts, lab, result):
 
 
 def test_pairs_of_texts_have_the_loss_of_the_encoder_decoder(texts, lab, result, main):
-    settings = {**CONFIGS["seq2seq_lm"], "pad_token_id": 0}
+    settings = tiny_settings("t5", pad_token_id=0)
     model, ids, _ = texts("seq2seq_lm", settings, "data.target=turned", "data.length=6")
     wanted = model(input_ids=ids, labels=ids.flip(0)).loss.item()
     assert result(lab)["metrics"]["val/loss"] == pytest.approx(wanted, rel=1e-5)

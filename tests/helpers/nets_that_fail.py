@@ -2,11 +2,12 @@
 
 import torch
 from items import Items
+from tiny_configs import tiny_config
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchvision.models.swin_transformer import SwinTransformer
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.task import Task
@@ -205,9 +206,8 @@ class Swin(SwinTransformer):
 
 def gpt():
     """Return a model with transformers' own output."""
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ends))
+    return GPT2LMHeadModel(tiny_config("gpt2", **sizes, use_cache=False))
 
 
 def collate(pairs):

@@ -1,17 +1,11 @@
 """Models of transformers on padded tokens."""
 
 import torch
+from tiny_configs import LAYERS, NO_DROPOUT
 from torch import nn
 
 VOCABULARY = 61
-TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+TEXT = {**LAYERS, **NO_DROPOUT}
 
 
 class Tokens(nn.Module):

@@ -4,19 +4,12 @@ import shutil
 
 import pytest
 import torch
+from tiny_configs import tiny_settings
 
 from runner.models.huggingface import huggingface
 from runner.training.model import starts_random
 
-GPT2 = {
-    "model_type": "gpt2",
-    "n_layer": 1,
-    "n_embd": 8,
-    "n_head": 2,
-    "vocab_size": 20,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+GPT2, BERT, T5 = (tiny_settings(kind) for kind in ("gpt2", "bert", "t5"))
 QWEN = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 1,
@@ -26,24 +19,6 @@ QWEN = {
     "num_experts_per_tok": 1,
     "vocab_size": 20,
     "hidden_size": 16,
-}
-BERT = {
-    "model_type": "bert",
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 20,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-}
-T5 = {
-    "model_type": "t5",
-    "num_layers": 1,
-    "num_heads": 2,
-    "vocab_size": 20,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 16,
-    "decoder_start_token_id": 0,
 }
 
 
