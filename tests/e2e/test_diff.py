@@ -64,7 +64,7 @@ SMALL_VIT = "train.batch_size=8 model.layers=1 model.heads=2 model.hidden_dim=16
         ("train.max_steps=1", [1], "Not compared: the output of 1 of "),
     ],
 )
-def test_a_later_step_compares_what_a_last_layer_of_zeros_hides(
+def test_a_later_step_compares_what_a_layer_of_zeros_hid(
     main, tmp_path, result, typed, steps, text
 ):
     done = main(*ZERO_HEAD.split(), *SMALL_VIT.split(), *typed.split()).check_ok()
@@ -197,9 +197,7 @@ FUSED = (
     ("rounding", "differs"),
     [("fused", True), pytest.param("eager", False, marks=pytest.mark.extended)],
 )
-def test_a_compilation_shows_the_roundings_that_it_removes(
-    main, tmp_path, result, rounding, differs
-):
+def test_a_compilation_shows_what_roundings_it_removes(main, tmp_path, result, rounding, differs):
     main(*FUSED, f"train.compile_rounding={rounding}").check_ok()
     content, _ = report(tmp_path, result)
     blocks = [row for row in content["steps"][0]["modules"] if row["module"].startswith("blocks.")]

@@ -276,9 +276,7 @@ def test_what_a_launcher_cannot_do_is_one_message(quick, monkeypatch, typed, sai
         ("joblib", "joblib"),
     ],
 )
-def test_a_launcher_that_is_not_installed_says_what_to_type(
-    quick, monkeypatch, tmp_path, option, extra
-):
+def test_a_missing_launcher_says_what_to_type(quick, monkeypatch, tmp_path, option, extra):
     from hydra.core.config_store import ConfigStore
 
     known = ConfigStore.instance().repo["hydra"]["launcher"]

@@ -193,7 +193,7 @@ def test_the_store_has_the_counts_as_tags_and_the_size_as_a_metric(gpt, reader):
     assert point.value == outcome["weights_mib"] < outcome["plain_weights_mib"]
 
 
-def test_a_run_that_converts_nothing_and_freezes_nothing_has_no_such_tags(
+def test_a_run_that_converts_and_freezes_nothing_has_no_such_tags(
     main, tmp_path, store, reader, result
 ):
     assert main(*MLP, "train.max_steps=1", f"tracking.uri={store}").rc == 0
@@ -297,7 +297,7 @@ PISSA = "adapter.use_dora=true adapter.rank=4 adapter.init=pissa"
         ("32-true", PISSA, "bnb-int8", INT8),
     ],
 )
-def test_a_tuned_model_is_evaluated_as_it_was_trained_and_merged(
+def test_a_tuned_model_is_evaluated_as_trained_and_merged(
     packed, evaluate, name, options, other, size
 ):
     """Where it leaves its packing its adapter is merged, and before it is packed."""
@@ -321,18 +321,14 @@ def test_an_unpacked_tuned_model_gives_its_own_numbers_in_its_own_precision(pack
     assert other["metrics"]["val/loss"] == pytest.approx(loss, rel=0.02)
 
 
-def test_an_adapter_is_merged_into_the_initial_weights_of_a_run_without_one(
-    packed, main, tmp_path, result
-):
+def test_an_adapter_is_merged_into_the_start_of_a_run_without_one(packed, main, tmp_path, result):
     tuned = packed("32-true", "adapter=lora", *PISSA.split())
     main(*MLP, "tracking=none", f"init.weights={tuned.folder}", "optimizer.lr=0").check_ok()
     loss = tuned.result["metrics"]["val/loss"]
     assert result(tmp_path)["metrics"]["val/loss"] == pytest.approx(loss, rel=1e-4)
 
 
-def test_a_checkpoint_from_before_the_newer_keys_of_an_adapter_keeps_its_adapter(
-    packed, evaluate, tmp_path
-):
+def test_a_checkpoint_without_the_newer_keys_of_an_adapter_keeps_it(packed, evaluate, tmp_path):
     tuned = packed("bnb-nf4", "adapter=lora")
     (path,) = (tuned.folder / "checkpoints").glob("step-*.pt")
     content = torch.load(path)

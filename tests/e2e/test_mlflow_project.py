@@ -11,9 +11,7 @@ from mlflow import MlflowClient
 QUICK = "model=mlp model.hidden=[16] train.max_steps=2 tracking.log_model=false"
 
 
-def test_a_project_is_the_parent_of_the_sweep_that_it_starts(
-    tmp_path, root, empty_store, monkeypatch
-):
+def test_a_project_is_the_parent_of_a_sweep_it_starts(tmp_path, root, empty_store, monkeypatch):
     arguments = f"-m seed=0,1 hydra/launcher=basic {QUICK} tracking.note='a word'"
     shutil.copy(root / "MLproject", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -42,9 +40,7 @@ def test_a_project_is_the_parent_of_the_sweep_that_it_starts(
     assert {run.info.status for run in runs} == {"FINISHED"}
 
 
-def test_a_run_with_a_note_is_nested_under_the_run_of_the_environment(
-    main, empty_store, tmp_path, monkeypatch
-):
+def test_a_run_with_a_note_is_nested_under_the_outer_run(main, empty_store, tmp_path, monkeypatch):
     store = empty_store(tmp_path / "mlflow.db")
     client = MlflowClient(store)
     experiment = client.create_experiment("mine")

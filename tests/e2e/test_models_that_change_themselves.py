@@ -26,9 +26,7 @@ def net(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "stateful", raising=False)
 
 
-def test_trials_leave_no_trace_and_a_resumed_run_continues_with_changed_buffers(
-    net, main, tmp_path
-):
+def test_trials_leave_no_trace_and_a_resume_continues_with_changed_buffers(net, main, tmp_path):
     main(*RUN, "train.max_steps=8", "hydra.run.dir=whole").check_ok()
     assert sys.modules["stateful"].Net.first == (None, [])
     expected = metrics(tmp_path / "whole")

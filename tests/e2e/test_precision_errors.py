@@ -159,9 +159,7 @@ TRAINING = [
 
 
 @pytest.mark.parametrize(("typed", "module", "stores", "computes"), TRAINING)
-def test_what_a_message_names_trains_in_the_precision(
-    strange, tmp_path, typed, module, stores, computes
-):
+def test_what_a_message_names_trains_in_it(strange, tmp_path, typed, module, stores, computes):
     strange(typed).check_ok()
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert 0 < result["train_loss"] < 10
@@ -188,9 +186,7 @@ def test_a_converted_layer_takes_its_input_by_keyword(strange, tmp_path, precisi
 
 
 @pytest.mark.parametrize("precision", ["bnb-nf4", "bnb-int8"])
-def test_a_model_that_reads_its_converted_weights_trains_with_those_as_they_were(
-    strange, precision
-):
+def test_a_model_that_reads_converted_weights_trains_with_those_as_they_were(strange, precision):
     done = strange(f"Swin precision={precision}").check_ok()
     assert re.search(
         r"attn\.qkv.*the model reads its weight and passes its forward by", done.stdout

@@ -146,9 +146,7 @@ def test_the_result_is_that_of_the_metrics(tracked):
     assert outcome["run_id"] == tracked[1].info.run_id
 
 
-def test_a_run_that_fails_is_failed_in_the_store_whose_note_repeats_it(
-    lab, main, store, reader, run_named
-):
+def test_a_run_that_fails_is_failed_in_the_store_and_its_note(lab, main, store, reader, run_named):
     name = "fails on purpose"
     typed = "--config-dir lab/conf model=net model.fail_at=3 train.log_every=1".split()
     done = main(*typed, f"tracking.uri={store}", f"tracking.run_name={name}")

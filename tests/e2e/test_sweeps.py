@@ -91,9 +91,7 @@ def test_the_parent_says_how_the_sweep_went(swept):
     assert {"report.md", "report.html", "report.png"} <= names
 
 
-def test_the_report_is_rebuilt_from_the_folder_or_from_mlflow_alone(
-    swept, main, monkeypatch, store, tmp_path
-):
+def test_the_report_is_rebuilt_from_its_folder_or_mlflow(swept, main, monkeypatch, store, tmp_path):
     _, out, parent, _, client = swept
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     wanted = (out / "report.md").read_text()

@@ -193,7 +193,7 @@ def test_a_run_killed_with_its_writer_is_uploaded_by_the_next_run(tmp_path, empt
     assert second.result()[0]["complete"]
 
 
-def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
+def test_sync_during_an_upload_or_after_a_part_of_it_doubles_nothing(
     tmp_path, server, whole, capsys
 ):
     """The writer of a run that has ended is uploading; sync continues from its offset."""
@@ -218,9 +218,7 @@ def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
     whole(trainer, done["steps"])
 
 
-def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later(
-    tmp_path, whole, capsys
-):
+def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_it_later(tmp_path, whole, capsys):
     """Told once; the run ends with success, and soon."""
     uri = "http://127.0.0.1:9"  # nobody answers there
     trainer = Trainer(uri, tmp_path / "run", patience=2, outage=1).training()
@@ -249,9 +247,7 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later
     )
 
 
-def test_a_server_that_comes_back_after_the_end_gets_the_run_without_a_command(
-    server, tmp_path, whole
-):
+def test_a_server_that_comes_back_later_gets_the_run_without_a_command(server, tmp_path, whole):
     trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
     trainer.recorded(2_000)
     trainer.stop()

@@ -46,7 +46,7 @@ def record_model(tmp_path):
     return record
 
 
-def test_a_server_that_comes_late_and_goes_away_stores_a_run_completely(
+def test_a_server_that_comes_late_and_goes_stores_a_whole_run(
     server, record_model, reader, tmp_path
 ):
     """It begins after the run, goes away while the run trains, and comes back after its end."""

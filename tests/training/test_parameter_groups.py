@@ -161,9 +161,7 @@ def test_layer_decay_of_a_model_without_blocks_is_refused():
         ("layer_decay=1.5", "layer_decay=1.5 is out of range. Allowed: above 0, 1 and below."),
     ],
 )
-def test_what_an_optimizer_cannot_follow_is_refused_before_the_model_is_built(
-    compose, typed, message
-):
+def test_what_an_optimizer_cannot_follow_is_refused_before_the_model(compose, typed, message):
     spec = compose(f"optimizer.{typed}")
     assert check_targets(spec) == []
     with pytest.raises(ConfigError, match=re.escape(message)):

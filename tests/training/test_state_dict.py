@@ -126,9 +126,7 @@ HUGE = (*SCALED, f"{INIT}=1e30")
         (SCALED, ("precision=bf16-mixed",), [], None, "65536.0 is dropped: precision=bf16-mixed"),
     ],
 )
-def test_a_note_says_at_which_loss_scale_a_resume_continues(
-    before, after, typed, scale, note, compose
-):
+def test_a_note_says_which_loss_scale_a_resume_takes(before, after, typed, scale, note, compose):
     state, lines = resumed(compose, before, after, typed)
     assert (state.scale.state_dict() or {"scale": None})["scale"] == pytest.approx(scale)
     assert note in " ".join(lines)
