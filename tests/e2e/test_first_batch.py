@@ -52,7 +52,7 @@ Row data=odd_tensors task=classification => classification needs logits
 Net +model.after=positions => classification needs logits [B, C] | The loss fails, not the model
     returns float32 [64, 8, 10] | the targets are int64 [64]
 Layers => NotImplementedError | It fails in
-Net +model.inside=boom => RuntimeError: boom. nets_that_fail.py, line 37, raises
+Net +model.inside=boom => RuntimeError: boom. nets_that_fail.py, line
     raises it in the model itself (Net)
 Net +model.after=top => takes the k largest of fewer than k numbers | Type a smaller model.config
 Row +model.width=64 data=odd_tensors data.kind=pixels => The inputs are integers

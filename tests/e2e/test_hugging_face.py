@@ -125,7 +125,7 @@ def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, res
     experiment.write_text(yaml)
     fast = word_tokenizer(("[UNK]", "a", "b", "c"), unk_token="[UNK]")
     fast.save_pretrained(lab / "models" / "tiny")
-    tiny = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
+    tiny = AutoModelForCausalLM.from_config(tiny_config("gpt2", n_positions=1024))
     tiny.save_pretrained(lab / "models" / "tiny")
     pq.write_table(pa.table({"body": ["a b c a b", "c c b"] * 20}), lab / "rows.parquet")
     words = "--config-dir lab/conf experiment=tune precision=bf16-mixed tracking=none"
@@ -212,12 +212,12 @@ def test_a_packed_model_is_tuned_on_batches_of_fields(job, lab, result):
     done = job("causal_lm", "precision=bnb-nf4", "adapter=lora").check_ok()
     assert result(lab)["converted"] == "8/10"
     assert "not taken by it: id" in done.stdout
-    assert "8,192 of 68,480 parameters train" in done.stdout
+    assert "8,192 of 37,760 parameters train" in done.stdout
 
 
 def test_a_plan_knows_batches_of_fields(job):
     job("causal_lm", "mode=plan").check_ok(
-        "60,288 (60,288 trainable)", "4 x 1 micro-batches per step", "peak of a step"
+        "29,568 (29,568 trainable)", "4 x 1 micro-batches per step", "peak of a step"
     )
 
 

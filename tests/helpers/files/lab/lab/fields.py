@@ -17,7 +17,7 @@ class Fields(Dataset):
         tokens = torch.randint(4, 64, (12,), generator=generator)
         fields = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "id": index}
         if self.kind == "image_classification":
-            pixels = torch.randn(3, 16, 16, generator=generator)
+            pixels = torch.randn(3, 32, 32, generator=generator)
             return {"pixel_values": pixels, "labels": index % 4}
         if self.kind == "sequence_classification":
             return {**fields, "label": index % 4}
