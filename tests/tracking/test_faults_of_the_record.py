@@ -15,7 +15,6 @@ from contextlib import closing
 
 import pytest
 from faults import ROOT, Trainer, counted, progress_of, status_of
-from serving import Server
 from waiting import wait_for
 
 from runner.cli.sync import sync
@@ -25,14 +24,6 @@ from runner.tracking import journal as journals
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 NONE = {"lost": 0, "doubled": 0, "altered": 0}
-
-
-@pytest.fixture
-def server(tmp_path, empty_store):
-    folder = tmp_path / "server"
-    server = Server(folder, empty_store(folder / "mlflow.db"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture
@@ -78,8 +69,7 @@ def test_a_server_killed_at_random_moments_loses_nothing(server, tmp_path, whole
     trainer.recorded(5_000)  # several blocks
     trainer.stop()
     server.start()
-    done, stderr = trainer.result()
-    assert done["complete"], stderr
+    done, _ = trainer.ended()
     whole(trainer, done["steps"])
 
 
@@ -101,8 +91,7 @@ def four(uri, tmp_path, whole):
     for trainer in trainers:
         trainer.stop()
     for trainer in trainers:
-        done, stderr = trainer.result()
-        assert done["complete"], stderr
+        done, _ = trainer.ended()
         whole(trainer, done["steps"])
 
 
@@ -115,9 +104,7 @@ def test_a_database_locked_by_another_process_delays_no_training(tmp_path, datab
         before = progress_of(trainer.folder).offset
         trainer.recorded(10_000)  # several blocks, while the writer's call waits for the lock
         assert progress_of(trainer.folder).offset == before
-    trainer.stop()
-    done, stderr = trainer.result()
-    assert done["complete"], stderr
+    done, _ = trainer.ended()
     whole(trainer, done["steps"])
 
 
@@ -144,9 +131,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(small, tmp_path, databas
     assert trainer.journal.stat().st_size == size
     filler.unlink()
     trainer.recorded(1)
-    trainer.stop()
-    done, stderr = trainer.result()
-    assert done["complete"], stderr
+    done, stderr = trainer.ended()
     assert stderr.count("cannot be written: No space left on device. Training continues") == 1
     assert stderr.count("can be written again") == 1
     whole(trainer, done["steps"])
@@ -203,9 +188,7 @@ def test_sync_during_an_upload_or_after_a_part_of_it_doubles_nothing(
     trainer.uploaded(1)
     server.stop()
     trainer.recorded(1)
-    trainer.stop()
-    done, _ = trainer.result()
-    assert not done["complete"]
+    done, _ = trainer.ended(complete=False)
     server.start()
     assert sync([str(tmp_path)]) == 0
     whole(trainer, done["steps"])
@@ -225,9 +208,7 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_it_later(tmp_pat
     since = wait_for(lambda: progress_of(trainer.folder).outage_since)
     wait_for(lambda: time.time() > since + 1)
     trainer.recorded(20_000)  # several blocks, and with each the trainer looks for an outage
-    trainer.stop()
-    done, stderr = trainer.result()
-    assert not done["complete"]
+    done, stderr = trainer.ended(complete=False)
     assert done["close_s"] < 10
     assert stderr.count("No answer from the tracking store for") == 1
     assert "Training continues" in stderr
@@ -250,9 +231,7 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_it_later(tmp_pat
 def test_a_server_that_comes_back_later_gets_the_run_without_a_command(server, tmp_path, whole):
     trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
     trainer.recorded(2_000)
-    trainer.stop()
-    done, _ = trainer.result()
-    assert not done["complete"]
+    done, _ = trainer.ended(complete=False)
     server.start()
     wait_for(lambda: progress_of(trainer.folder).done)
     whole(trainer, done["steps"])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from faults import progress_of
-from serving import Server
 from torch import nn
 from torch.utils.data import TensorDataset
 from waiting import wait_for
@@ -21,15 +20,6 @@ from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.tracker import RunInfo
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def server(tmp_path, empty_store):
-    """A server that has not begun yet."""
-    folder = tmp_path / "server"
-    server = Server(folder, empty_store(folder / "mlflow.db"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture
