@@ -1,6 +1,7 @@
 """Collators and samplers of a user's own, from the command line."""
 
 import pytest
+from refusals import message_table
 from run_folders import copy_files
 from typed_runs import TypedRuns
 
@@ -31,57 +32,37 @@ def test_padding_and_a_class_of_ones_own_train_alike(runs, tmp_path):
 
 
 TOKENIZER = "{_target_:transformers.AutoTokenizer.from_pretrained,_args_:[./absent]}"
-REFUSED = [
-    ("", ["cannot be stacked", PAD, "batch(indices)"]),
-    (
-        "data.collate=own_loading.broken",
-        ["data.collate=own_loading.broken fails on 8 examples: TypeError", "own_loading.py, line"],
-    ),
-    (
-        "data.collate=own_loading.raises_late guard.data=ignore train.num_workers=1",
-        ["data.collate=own_loading.raises_late fails on 7 examples: ArithmeticError: too few"],
-    ),
-    ("data.collate=own_loading.none", ["data.collate=own_loading.none does not import"]),
-    ("data.collate=own_loading.LENGTH", ["is a int, not a class or function"]),
-    ("data.collate=[a]", ["data.collate=['a'] does not fit. Allowed: a dotted path"]),
-    (
-        "data.collate={_target_:own_loading.Pad,long:5}",
-        ["data.collate.long=5: own_loading.Pad takes no long", "data.collate.length is needed"],
-    ),
-    (
-        f"data.collate={{_target_:transformers.DataCollatorWithPadding,tokenizer:{TOKENIZER}}}",
-        ["data.collate.tokenizer: transformers.AutoTokenizer.from_pretrained fails: OSError"],
-    ),
-    ("data.collate=own_loading.Pad", ["data.collate: own_loading.Pad refuses its arguments"]),
-    (
-        "data.collate={_target_:own_loading.Sentences,count:3}",
-        ["data.collate=own_loading.Sentences returns a Sentences, which takes no examples"],
-    ),
-    (f"{PAD} data.kind=Whole", [f"{PAD}: the data set, a Whole, makes its own batches"]),
-    (f"{PAD} ~data.kind data._target_=own_loading.taken", ["a keyword of own_loading.taken"]),
-    (
-        f"{PAD} data.sampler=own_loading.batched",
-        ["data.sampler=own_loading.batched cannot be used: it yields a list. Yield one index"],
-    ),
-    (
-        f"{PAD} data.sampler=own_loading.needs_labels",
-        ["own_loading.needs_labels fails on the training set, a Sentences", "AttributeError"],
-    ),
-    (f"{SAMPLED} data.shuffle=false", ["data.shuffle=false contradicts data.sampler"]),
-    (f"{PAD} data.sampler=own_loading.LENGTH", ["data.sampler=own_loading.LENGTH is a int"]),
-    (
-        f"{PAD} data.sampler={{_target_:own_loading.second_half,size:3}}",
-        ["data.sampler.size=3: own_loading.second_half takes no size"],
-    ),
-    (
-        f"{PAD} data.sampler={{_target_:torch.utils.data.WeightedRandomSampler,weights:[1.0],"
-        "num_samples:3}",
-        [
-            "data.sampler.weights=[1.0]: the runner passes weights of torch.utils.data",
-            "itself, the training set. Name a function that takes it",
-        ],
-    ),
-]
+WEIGHTED = "torch.utils.data.WeightedRandomSampler"
+REFUSED = message_table(f"""
+data.kind=Sentences => cannot be stacked | {PAD} | batch(indices)
+data.collate=own_loading.broken => data.collate=own_loading.broken fails on 8 examples: TypeError
+    own_loading.py, line
+data.collate=own_loading.raises_late guard.data=ignore train.num_workers=1 =>
+    data.collate=own_loading.raises_late fails on 7 examples: ArithmeticError: too few
+data.collate=own_loading.none => data.collate=own_loading.none does not import
+data.collate=own_loading.LENGTH => is a int, not a class or function
+data.collate=[a] => data.collate=['a'] does not fit. Allowed: a dotted path
+data.collate={{_target_:own_loading.Pad,long:5}} =>
+    data.collate.long=5: own_loading.Pad takes no long | data.collate.length is needed
+data.collate={{_target_:transformers.DataCollatorWithPadding,tokenizer:{TOKENIZER}}} =>
+    data.collate.tokenizer: transformers.AutoTokenizer.from_pretrained fails: OSError
+data.collate=own_loading.Pad => data.collate: own_loading.Pad refuses its arguments
+data.collate={{_target_:own_loading.Sentences,count:3}} =>
+    data.collate=own_loading.Sentences returns a Sentences, which takes no examples
+{PAD} data.kind=Whole => {PAD}: the data set, a Whole, makes its own batches
+{PAD} ~data.kind data._target_=own_loading.taken => a keyword of own_loading.taken
+{PAD} data.sampler=own_loading.batched =>
+    data.sampler=own_loading.batched cannot be used: it yields a list. Yield one index
+{PAD} data.sampler=own_loading.needs_labels =>
+    own_loading.needs_labels fails on the training set, a Sentences | AttributeError
+{SAMPLED} data.shuffle=false => data.shuffle=false contradicts data.sampler
+{PAD} data.sampler=own_loading.LENGTH => data.sampler=own_loading.LENGTH is a int
+{PAD} data.sampler={{_target_:own_loading.second_half,size:3}} =>
+    data.sampler.size=3: own_loading.second_half takes no size
+{PAD} data.sampler={{_target_:{WEIGHTED},weights:[1.0],num_samples:3}} =>
+    data.sampler.weights=[1.0]: the runner passes weights of torch.utils.data
+    itself, the training set. Name a function that takes it
+""")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -4,6 +4,7 @@ import runpy
 
 import pytest
 import torch
+from refusals import message_table
 from run_folders import FILES, copy_files
 from torch import nn
 from typed_runs import TypedRuns
@@ -71,18 +72,12 @@ def test_it_trains_as_with_dense_gradients(runs, typed):
     assert sparse == pytest.approx(dense, rel=1e-3)
 
 
-REFUSED = [
-    (
-        "",
-        [
-            "optimizer: AdamW refuses the sparse gradients of table.weight",
-            "Type optimizer=sgd optimizer.weight_decay=0",
-            "sparse=False",
-        ],
-    ),
-    ("optimizer=sgd", ["SGD refuses the sparse gradients of table.weight"]),
-    ("optimizer=sgd optimizer.weight_decay=0 +optimizer.fused=true", ["fused", "sparse"]),
-]
+REFUSED = message_table("""
+model.bag=false => optimizer: AdamW refuses the sparse gradients of table.weight
+    Type optimizer=sgd optimizer.weight_decay=0 | sparse=False
+optimizer=sgd => SGD refuses the sparse gradients of table.weight
+optimizer=sgd optimizer.weight_decay=0 +optimizer.fused=true => fused | sparse
+""")
 
 
 @pytest.mark.parametrize(("typed", "parts"), REFUSED)

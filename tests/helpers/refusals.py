@@ -8,5 +8,5 @@ def message_table(text):
 
     An indented line continues the row above it with further parts.
     """
-    rows = re.sub(r"\n +", " | ", text.strip()).splitlines()
+    rows = re.sub(r"\n +", " | ", re.sub(r"=>\n +", "=> ", text.strip())).splitlines()
     return [(typed, parts.split(" | ")) for typed, parts in (row.split(" => ") for row in rows)]
