@@ -80,12 +80,7 @@ def test_several_at_once_in_lines_of_their_own(cli, lab):
     words = ("model.how=well,killed,raises,too", "hydra.launcher.n_jobs=3", "tracking=none")
     done = cli(*TINY, *words)
     assert done.rc == 1
-    assert [job["status"] for job in job_results(lab)] == [
-        "finished",
-        "failed",
-        "failed",
-        "finished",
-    ]
+    assert [job["status"] for job in job_results(lab)] == "finished failed failed finished".split()
     found = re.findall(r"^job \d of 4  32-true model.how=(\w+) ", done.stdout, re.MULTILINE)
     assert sorted(found) == ["killed", "raises", "too", "well"], done.stdout
     assert "[32-true model.how=raises] ArithmeticError: failed as it was told to" in done.stderr

@@ -7,12 +7,8 @@ import pytest
 from run_folders import copy_files
 
 ADDED = (
-    "model=mlp",
-    "model._target_=stateful.Net",
-    "~model.hidden",
-    "~model.input_shape",
-    "~model.classes",
-)
+    "model=mlp model._target_=stateful.Net ~model.hidden ~model.input_shape ~model.classes"
+).split()
 RUN = (*ADDED, "tracking=none", "train.batch_size=16", "debug.overfit=2", "train.eval_every=4")
 
 

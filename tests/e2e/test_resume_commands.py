@@ -206,12 +206,8 @@ def save_rows(rows):
 
 ROWS = np.random.default_rng(0).normal(size=(90, 4)).astype("float32")
 NPZ = (
-    "data=npz",
-    "data.path=rows.npz",
-    "data.meta.classes=2",
-    "data.meta.input=[4]",
-    "task=classification",
-)
+    "data=npz data.path=rows.npz data.meta.classes=2 data.meta.input=[4] task=classification"
+).split()
 
 
 @pytest.mark.parametrize("rows", [ROWS[:60], np.concatenate([ROWS, ROWS]), ROWS[::-1]])

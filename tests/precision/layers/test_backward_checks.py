@@ -35,15 +35,9 @@ TWICE = [
 
 # One precision for each way of computing a layer.
 CHECKPOINTED = (
-    "64-true",
-    "16-true",
-    "bf16-mixed",
-    "transformer-engine-current",
-    "float8-rowwise",
-    "torchao-mxfp8",
-    "bnb-nf4",
-    "bnb-int8-training",
-)
+    "64-true 16-true bf16-mixed transformer-engine-current float8-rowwise "
+    "torchao-mxfp8 bnb-nf4 bnb-int8-training"
+).split()
 
 
 class Block(nn.Module):
