@@ -104,6 +104,22 @@ class Done(NamedTuple):
     stdout: str
     stderr: str
 
+    def check_ok(self, *printed):
+        """Check that the command ended well and printed these texts; return it."""
+        assert self.rc == 0, self.stderr + self.stdout
+        for text in printed:
+            assert text in self.stdout
+        return self
+
+    def check_refused(self, *parts, status=2):
+        """Check that the command ended with a message that has these parts, and printed no
+        traceback; return it."""
+        assert self.rc == status, self
+        assert "Traceback" not in self.stdout + self.stderr
+        for part in parts:
+            assert part in self.stderr
+        return self
+
 
 def last_of_each_key(args):
     """The words of a command without those of a key that comes again: tests add words to lists that

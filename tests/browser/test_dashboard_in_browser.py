@@ -86,9 +86,7 @@ def test_the_url_at_the_end_opens_the_sweeps_charts(swept, page, tmp_path):
 
 
 @pytest.mark.extended
-def test_the_note_on_the_experiments_page_links_to_its_charts_after_a_restart(
-    swept, page, tmp_path
-):
+def test_the_note_on_the_experiments_page_links_to_charts_after_a_restart(swept, page, tmp_path):
     server, *_ = swept
     server.stop()
     server.start()

@@ -32,8 +32,7 @@ def swept(tmp_path_factory, inside):
             *COMMAND.split(),
             "+data.meta.note=" + ",".join(map(quoted, NAMES)),
             "hydra.sweep.dir=" + quoted(f"out/{EVIL[:60]}"),
-        )
-    assert done.rc == 0, done.stderr
+        ).check_ok()
     (manifest,) = home.rglob("sweep.json")
     return manifest.parent, done.stdout + done.stderr
 

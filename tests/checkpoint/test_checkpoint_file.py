@@ -62,7 +62,7 @@ def test_only_the_newest_checkpoints_stay(state, saved):
     assert names == ["step-00000009.pt", "step-00000010.pt"]
 
 
-def test_a_checkpoint_is_on_the_disk_before_its_name_and_before_the_last_one_goes(
+def test_a_checkpoint_is_on_disk_before_its_name_and_before_the_last_goes(
     state, saved, monkeypatch
 ):
     order = []

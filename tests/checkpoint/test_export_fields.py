@@ -6,13 +6,9 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from tiny_configs import tiny_config
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
 from runner.checkpoint.export import ExportError, export
 from runner.data.batch_layout import KeywordInputs, PositionalInputs
@@ -22,7 +18,6 @@ from runner.training.model_call import call_model
 from runner.training.tasks.language import CausalLM
 
 FLOAT32 = TruePrecision("32-true", "float32")
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = torch.randint(20, (5, 7), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(5, 7, dtype=torch.int64)
 MASK[1, 5:] = 0
@@ -31,19 +26,15 @@ IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def gpt2():
-    config = AutoConfig.for_model(
-        "gpt2", vocab_size=20, n_positions=8, n_embd=16, n_layer=2, n_head=2
-    )
-    return AutoModelForCausalLM.from_config(config), TEXT
+    return AutoModelForCausalLM.from_config(tiny_config("gpt2", vocab_size=20)), TEXT
 
 
 def bert():
-    config = AutoConfig.for_model("bert", vocab_size=20, intermediate_size=32, **SIZES)
-    return AutoModelForMaskedLM.from_config(config), TEXT
+    return AutoModelForMaskedLM.from_config(tiny_config("bert", vocab_size=20)), TEXT
 
 
 def vit():
-    config = AutoConfig.for_model("vit", image_size=8, patch_size=4, intermediate_size=32, **SIZES)
+    config = tiny_config("vit", image_size=8, patch_size=4)
     return AutoModelForImageClassification.from_config(config), {"pixel_values": IMAGES}
 
 

@@ -175,7 +175,6 @@ def test_signals_are_as_before(quick):
 
 
 def test_a_process_ends_with_the_status_and_prints_no_traceback(fresh_cli):
-    done = fresh_cli("precision=nonsense")
-    assert done.rc == 2
+    done = fresh_cli("precision=nonsense").check_refused()
     assert done.stdout == ""
     assert done.stderr.startswith("error: precision=nonsense is not known. Allowed: ")

@@ -47,9 +47,7 @@ def test_a_store_that_is_not_there_is_made_as_a_first_run_makes_it(tmp_path, mon
 
 
 def test_a_report_of_a_store_that_is_not_there_makes_none(main, tmp_path):
-    done = main("report")
-    assert done.rc == 2
-    assert "nothing was logged to sqlite:///" in done.stderr
+    main("report").check_refused("nothing was logged to sqlite:///")
     assert not list(tmp_path.rglob("*.db"))
 
 

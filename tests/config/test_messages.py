@@ -100,9 +100,9 @@ def test_an_option_that_yaml_reads_as_a_number_is_to_be_written_in_full(main, tm
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [{override /precision: 16}]\n"
     (tmp_path / "experiment" / "a.yaml").write_text(text)
-    done = main("--config-dir", tmp_path, "experiment=a", "--cfg", "job")
-    assert done.rc == 2
-    assert "as in `override /precision: 16-mixed`" in done.stderr
+    main("--config-dir", tmp_path, "experiment=a", "--cfg", "job").check_refused(
+        "as in `override /precision: 16-mixed`"
+    )
 
 
 def test_of_two_overrides_of_a_key_the_last_is_named(explained):

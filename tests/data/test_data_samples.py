@@ -67,9 +67,7 @@ def taken(state, loader, accumulate, steps=None):
 
 @pytest.mark.parametrize("dataset", [NUMBERS, Shuffled()])
 @pytest.mark.parametrize(("size", "accumulate"), [(4, 1), (16, 1), (5, 2), (8, 3)])
-def test_every_batch_size_after_a_resume_takes_each_example_of_the_epoch_once(
-    dataset, size, accumulate
-):
+def test_every_batch_size_after_a_resume_takes_each_example_once(dataset, size, accumulate):
     def loader(size):
         if dataset is NUMBERS:
             return Loader(dataset, size, shuffle=True, seed=4, device=CPU)

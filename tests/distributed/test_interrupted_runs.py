@@ -94,9 +94,7 @@ def test_a_sharded_checkpoint_holds_the_same_as_one_file(runs):
     assert [p.suffix for p in sorted(sharded.folder.glob("checkpoints/*"))] == [".pt", ".shards"]
 
 
-def test_a_killed_process_is_restarted_and_the_run_ends_the_same(
-    tmp_path, root, start_command, runs
-):
+def test_a_killed_process_is_restarted_and_its_run_ends_alike(tmp_path, root, start_command, runs):
     """By torchrun; what a strategy resumes does not depend on who restarts it."""
     process = start_command(
         *("--standalone", "--max-restarts=1", "--monitor-interval=0.2", "--nproc-per-node=2"),

@@ -116,9 +116,7 @@ def test_micro_batches_of_16_bits_are_added_in_float32(alone, several, processes
 
 
 @pytest.mark.parametrize(PLACE, rows(["recipe"]))
-def test_groups_frozen_parts_clipping_and_warm_up_are_the_same(
-    alone, several, processes, strategy, name
-):
+def test_groups_freezing_clipping_and_warm_up_are_alike(alone, several, processes, strategy, name):
     one, many = alone[name], several(processes, strategy, name)
     for key in ("lr/head", "lr/rest", "train/lr"):
         close(one.values(key), many.values(key), rtol=0, atol=0)
@@ -152,9 +150,7 @@ def test_processes_agree_on_updated_weights(alone, several, processes, strategy,
 
 
 @pytest.mark.parametrize(PLACE, rows(["spike"]))
-def test_an_overflow_in_one_process_skips_the_step_in_all(
-    alone, several, processes, strategy, name
-):
+def test_one_overflow_skips_the_step_in_all_processes(alone, several, processes, strategy, name):
     one, many = alone[name], several(processes, strategy, name)
     assert many.values("loss_scale/overflow") == {1: 0, 2: 0, 3: 1, 4: 0}
     for key in ("overflow", "value", "skipped_steps"):

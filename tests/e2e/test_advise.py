@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from refusals import check_refused
 from run_folders import only_sweep
 from waiting import SECONDS, wait_for
 
@@ -83,8 +82,7 @@ def test_mlflow_has_a_parent_with_the_answer_and_nested_children(advised):
 
 def test_the_report_is_rebuilt_from_the_store_alone(advised, main, store):
     _, out, parent, *_ = advised
-    done = main("report", parent.info.run_id, f"tracking.uri={store}")
-    assert done.rc == 0, done.stderr
+    done = main("report", parent.info.run_id, f"tracking.uri={store}").check_ok()
     before = (out / "report.md").read_text().partition("## Curves")[0]
     assert done.stdout.startswith(before[:200])
 
@@ -111,8 +109,7 @@ def test_the_report_is_rebuilt_from_the_store_alone(advised, main, store):
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_before_any_trial(main, tmp_path, words, says):
-    done = main("mode=advise", "model=mlp", *words.split())
-    check_refused(done, says)
+    done = main("mode=advise", "model=mlp", *words.split()).check_refused(says)
     assert done.stderr.count("error:") == 1
     assert not list(tmp_path.glob("outputs/sweeps/*/*/result.json"))
 
@@ -136,8 +133,7 @@ def test_a_stopped_search_for_module_sets_is_resumed(start_command, cli, tmp_pat
     assert "which precision?" in out
     assert "sweep.resume=" in out
     before = {(r.folder, r.seconds) for r in results() if r.status == "finished" or r.diverged}
-    again = cli("sweep.resume=last", env=env)
-    assert again.rc == 0, again.stderr
+    cli("sweep.resume=last", env=env).check_ok()
     after = results()
     assert len(before) >= 2
     assert before <= {(r.folder, r.seconds) for r in after}  # not done again

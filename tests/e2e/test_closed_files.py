@@ -5,7 +5,6 @@ import json
 import os
 
 import pytest
-from refusals import check_refused
 
 from runner.config import signature
 from runner.modes.result import RunResult
@@ -33,7 +32,7 @@ def test_a_journal_of_another_user_is_one_message(main, tmp_path, monkeypatch, c
     monkeypatch.setattr("runner.tracking.pending.has_live_owner", closed)
     words = [word for word in QUICK if not word.startswith("tr") and "sync" not in command]
     done = main(*command.format(folder).split(), *words)
-    check_refused(done, "journal.jsonl cannot be opened: Permission denied. Ask its owner")
+    done.check_refused("journal.jsonl cannot be opened: Permission denied. Ask its owner")
     assert "(cp -r) and type that folder" in done.stderr
 
 
@@ -66,7 +65,7 @@ def test_a_run_that_is_not_signed_says_all_that_is_typed_again_at_once(main, tmp
     assert main(*own).rc == 0
     signature.key_path().unlink()
     done = main(f"checkpoint.resume={tmp_path}/run", "train.max_steps=4")
-    check_refused(done, "type model=... yourself, and tracking.uri=<the store of its record>.")
+    done.check_refused("type model=... yourself, and tracking.uri=<the store of its record>.")
 
 
 @pytest.mark.parametrize("text", ["x", "1/y", "1/2/3", "-1/2", "²/3", "9" * 5000 + "/1", "/"])

@@ -6,68 +6,11 @@ from importlib import import_module
 
 import pytest
 import torch
-from refusals import check_refused
-from run_folders import write_files
+from run_folders import copy_files, write_files
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torchvision.models import get_model
 
-SETS = '''
-import torch
-from torch.utils.data import Dataset
-
-
-class Squares(Dataset):
-    """Bright squares on dark images of two sizes; one image of the training set has none."""
-
-    def __init__(self, count, first, kind, label):
-        self.count, self.first, self.kind, self.label = count, first, kind, label
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, i):
-        generator = torch.Generator().manual_seed(self.first + i)
-        height = 32 if self.kind == "pixels" else 32 + 8 * (i % 2)
-        image = torch.rand(3, height, 40, generator=generator) * 0.2
-        pixels = torch.zeros(height, 40, dtype=torch.long)
-        boxes = []
-        for _ in range(0 if self.first + i == 2 else 1 + i % 2):
-            x, y = torch.randint(0, 20, (2,), generator=generator).tolist()
-            image[:, y : y + 10, x : x + 10] += 0.7
-            pixels[y : y + 10, x : x + 10] = 1
-            boxes.append([x, y, x + 10, y + 10])
-        if self.kind == "pixels":
-            return image, pixels
-        return image, {"boxes": boxes, "labels": [self.label] * len(boxes)}
-
-
-def squares(kind="boxes", label=1):
-    return Squares(6, 0, kind, label), Squares(3, 100, kind, label)
-
-
-def two_lists(examples):
-    images, targets = zip(*examples)
-    tensors = [{"boxes": torch.tensor(t["boxes"]).reshape(-1, 4).float(),
-                "labels": torch.tensor(t["labels"], dtype=torch.long)} for t in targets]
-    return list(images), tensors
-
-
-def stacked(examples):
-    return torch.stack([image[:, :32] for image, _ in examples]), torch.ones(len(examples))
-'''
-BOXES = """
-defaults: [{override /task@_global_.task: detection}]
-_target_: squares.squares
-collate: runner.data.detection.collate_detection
-meta: {classes: 2}
-"""
-PIXELS = """
-defaults: [{override /task@_global_.task: segmentation}]
-_target_: squares.squares
-kind: pixels
-meta: {input: [3, 32, 40], classes: 2}
-"""
 DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
 TINY = {
     "min_size": 32,
@@ -84,12 +27,11 @@ RUN = (
     "optimizer=sgd optimizer.lr=0.01 optimizer.momentum=0.0 optimizer.weight_decay=0.0 "
     "scheduler=constant data.shuffle=false"
 ).split()
-FILES = {"squares.py": SETS, "conf/data/boxes.yaml": BOXES, "conf/data/pixels.yaml": PIXELS}
 
 
 @pytest.fixture
 def lab(tmp_path):
-    return write_files(tmp_path, FILES)
+    return copy_files("detection", tmp_path)
 
 
 DETECT = (*RUN, "data=boxes", f"model.name={DETECTOR}", f"model.options={{{OPTIONS}}}")
@@ -103,10 +45,9 @@ def detect(lab, main):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, inside):
     """The folder of a detector's run of three steps."""
-    folder = write_files(tmp_path_factory.mktemp("trained"), FILES)
+    folder = copy_files("detection", tmp_path_factory.mktemp("trained"))
     with inside(folder) as main:
-        done = main(*DETECT, "checkpoint.safetensors=true", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+        main(*DETECT, "checkpoint.safetensors=true", "hydra.run.dir=run").check_ok()
     return folder / "run"
 
 
@@ -161,8 +102,7 @@ def test_a_detector_learns_bit_by_bit_what_a_loop_by_hand_learns(trained, sets):
 @pytest.mark.extended
 def test_a_detector_trains_in_bf16_mixed_in_micro_batches(detect, lab):
     words = ("precision=bf16-mixed", "train.max_steps=1", "train.accumulate=2")
-    done = detect(*words, "checkpoint.final=false", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+    detect(*words, "checkpoint.final=false", "hydra.run.dir=run").check_ok()
     assert metrics(lab / "run")["val/loss"] > 0
 
 
@@ -174,22 +114,17 @@ def test_a_detector_in_16_mixed_resumes_where_it_stopped(detect, lab):
         "data.collate=squares.two_lists",
     )
     saving = ("hydra.run.dir=run", "checkpoint.every_steps=1", "checkpoint.keep=2")
-    whole = detect(*words, "precision.loss_scale.init_scale=256", *saving)
-    assert whole.rc == 0, whole.stderr
+    detect(*words, "precision.loss_scale.init_scale=256", *saving).check_ok()
     expected = metrics(lab / "run")
     (lab / "run" / "result.json").unlink()
     checkpoint = lab / "run" / "checkpoints" / "step-00000001.pt"
-    resumed = detect(f"checkpoint.resume={checkpoint}", "train.max_steps=2")
-    assert resumed.rc == 0, resumed.stderr
+    detect(f"checkpoint.resume={checkpoint}", "train.max_steps=2").check_ok()
     assert metrics(lab / "run") == expected
 
 
 def test_it_is_planned_and_evaluated(detect, trained):
-    planned = detect("mode=plan", "+data.meta.input=[3,32,40]")
-    assert planned.rc == 0, planned.stderr
-    assert "not predicted" in planned.stdout
-    found = detect("mode=evaluate", f"checkpoint={trained}", "precision=bf16-mixed")
-    assert found.rc == 0, found.stderr
+    detect("mode=plan", "+data.meta.input=[3,32,40]").check_ok("not predicted")
+    found = detect("mode=evaluate", f"checkpoint={trained}", "precision=bf16-mixed").check_ok()
     assert "change +" in found.stdout or "change -" in found.stdout
 
 
@@ -205,25 +140,25 @@ def test_it_is_planned_and_evaluated(detect, trained):
     ],
 )
 def test_what_does_not_fit_a_detector_gets_one_message(detect, args, message):
-    check_refused(detect(*args), message)
+    detect(*args).check_refused(message)
 
 
 def test_a_model_that_takes_no_boxes_is_refused(lab, main):
     done = main(*RUN, "data=boxes", "model=resnet", "model.input_shape=[3,32,40]")
-    check_refused(done, "model(images, targets), and ResNet.forward takes (x)")
+    done.check_refused("model(images, targets), and ResNet.forward takes (x)")
 
 
 def test_labels_outside_the_classes_are_found_before_training(detect):
     found = (
         "data: sample 0 of the train set, and 4 more of the 6 looked at: label 2 is outside the 2"
     )
-    check_refused(detect("+data.label=2"), found, status=1)
+    detect("+data.label=2").check_refused(found, status=1)
 
 
 def test_a_segmenter_takes_out_and_says_so(segment, lab, sets):
-    done = segment("checkpoint.safetensors=true", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
-    assert "takes out of the model's output (task.output=out)" in done.stdout
+    segment("checkpoint.safetensors=true", "hydra.run.dir=run").check_ok(
+        "takes out of the model's output (task.output=out)"
+    )
 
     torch.manual_seed(0)
     name = "lraspp_mobilenet_v3_large"
@@ -238,8 +173,7 @@ def test_a_segmenter_takes_out_and_says_so(segment, lab, sets):
 
 
 def test_the_auxiliary_loss_needs_its_head(segment):
-    done = segment("task.aux_weight=0.4")
-    check_refused(done, "model.options={aux_loss: true}")
+    segment("task.aux_weight=0.4").check_refused("model.options={aux_loss: true}")
 
 
 @pytest.mark.parametrize(
@@ -248,8 +182,7 @@ def test_the_auxiliary_loss_needs_its_head(segment):
 def test_a_segmenter_with_an_auxiliary_head_trains(segment, lab, precision):
     words = (f"precision={precision}", "train.max_steps=1", "hydra.run.dir=run")
     model = ("model.name=deeplabv3_mobilenet_v3_large", "model.options={aux_loss: true}")
-    done = segment(*model, "task.aux_weight=0.4", *words)
-    assert done.rc == 0, done.stderr
+    segment(*model, "task.aux_weight=0.4", *words).check_ok()
     assert set(metrics(lab / "run")) == {"val/loss", "val/accuracy", "val/iou"}
 
 
@@ -263,6 +196,4 @@ def test_the_example_of_the_docs_trains(lab, root, main):
     write_files(lab, texts)
     (command,) = re.findall(r"    python -m runner (.*data=boxes.*)\n", page)
     small = ("tracking=none", "train.max_steps=1", "train.batch_size=4", "checkpoint.final=false")
-    done = main(*command.split(), *small)
-    assert done.rc == 0, done.stderr
-    assert "val/loss" in done.stdout
+    main(*command.split(), *small).check_ok("val/loss")

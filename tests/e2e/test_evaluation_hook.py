@@ -4,65 +4,16 @@ import json
 
 import pytest
 import torch
-from refusals import check_refused
 from run_folders import write_files
 
 from runner.checkpoint.checkpoint_file import load
 
-HOOKS = '''
-import random
-
-import numpy as np
-import torch
-
-SEEN = []
-
-
-def note(model, info):
-    """Draw numbers, as a sampling hook does, and note what is given."""
-    random.random(), np.random.rand(), torch.randn(3)
-    state = (model.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-    SEEN.append((info, state, next(model.parameters()).detach().clone()))
-    output = model(info.batch[0])
-    return {"largest": output.max(), "steps": info.step}
-
-
-def fail(model, info):
-    torch.randn(3)
-    if info.step == 2:
-        raise KeyError("no such prompt")
-
-
-class Write:
-    def __init__(self, text):
-        self.text = text
-
-    def __call__(self, model, info):
-        (info.folder / "text.txt").write_text(self.text)
-
-
-def partial(model, info, text):
-    Write(text)(model, info)
-
-
-def a_list(model, info):
-    return [1]
-
-
-def a_text(model, info):
-    return {"bleu": "high"}
-
-
-def the_loss(model, info):
-    return {"loss": 1}
-'''
 STEPS = ("train.max_steps=4", "train.eval_every=2", "data=mine")
 
 
 @pytest.fixture
 def hooked(own, lab):
     """A tiny run with dropout, whose hooks are in lab/hooks.py, in a folder of a name."""
-    (lab / "lab" / "hooks.py").write_text(HOOKS)
 
     def run(name, *typed):
         done = own(*STEPS, *typed, f"hydra.run.dir={name}")
@@ -166,7 +117,7 @@ def test_a_hook_that_fails_loses_nothing(hooked, main, lab):
     assert "Resume with: python -m runner --config-dir lab/conf checkpoint.resume=" in done.stderr
     assert "no such prompt" in (lab / "run" / "error.txt").read_text()
     done = main("checkpoint.resume=run", "task.after_evaluation=lab.hooks.note", "tracking=none")
-    assert done.rc == 0, done.stderr
+    done.check_ok()
     resumed = json.loads((lab / "run" / "result.json").read_text())
     # The evaluation of step 2 is done again, and the rest is that of a run that never failed.
     assert [info.step for info, _, _ in calls()] == [2, 4]
@@ -185,8 +136,7 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
     assert (found["best"], found["metrics"]["val/steps"]) == (2, 4)
     # Once before the training, to know its names.
     assert [info.step for info, _, _ in calls()] == [0, 2, 4]
-    done = main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=again")
-    assert done.rc == 0, done.stderr
+    main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=again").check_ok()
     again = json.loads((lab / "again" / "result.json").read_text())
     assert again["metrics"] == found["metrics"]
 
@@ -212,4 +162,4 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
 )
 def test_wrong_hooks(hooked, hook, more, status, message):
     done, _ = hooked("run", f"task.after_evaluation={hook}", *more.split())
-    check_refused(done, message, status=status)
+    done.check_refused(message, status=status)

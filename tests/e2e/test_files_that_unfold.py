@@ -13,7 +13,6 @@ import torch
 import yaml
 from PIL import Image
 from pyarrow import parquet as pq
-from refusals import check_refused
 
 import runner
 from runner.checkpoint import checkpoint_file
@@ -88,9 +87,8 @@ def test_a_folder_of_configs_with_aliases(main, tmp_path, kind, place):
     path = tmp_path / "configs" / place
     path.parent.mkdir(parents=True)
     path.write_text(f"# Mine\n_target_: torch.nn.Identity\n{ALIASES[kind]}")
-    done = main("--config-dir", "configs", *QUICK, "model=mine")
-    check_refused(
-        done, f"configs/{place}, with its aliases unfolded, holds more than 100000 values"
+    main("--config-dir", "configs", *QUICK, "model=mine").check_refused(
+        f"configs/{place}, with its aliases unfolded, holds more than 100000 values"
     )
     with pytest.raises(ConfigError, match="with its aliases unfolded"):
         runner.compose([], config_dir="configs")
@@ -198,4 +196,4 @@ def test_a_report_of_configs_of_aliases(main, tmp_path):
     done = main("report", f"{tmp_path}/v", f"{tmp_path}/v", f"--out={tmp_path}/r")
     assert done.rc in (0, 2)
     assert "Traceback" not in done.stderr
-    check_refused(main(*QUICK, f"checkpoint.resume={tmp_path}/v/0"), "job of a sweep")
+    main(*QUICK, f"checkpoint.resume={tmp_path}/v/0").check_refused("job of a sweep")

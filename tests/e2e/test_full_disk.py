@@ -5,66 +5,21 @@ import re
 import subprocess
 
 import pytest
-from run_folders import only_run, write_files
+from run_folders import only_run, write_lab
 
 pytestmark = pytest.mark.slow
 
-FILLS = '''
-import os
-import time
-from pathlib import Path
-
-from lab.nets import Net
-
-
-class Fills(Net):
-    """Fills the disk in a training step, but for a few bytes.
-
-    First it waits until a checkpoint is the only one, as the thread that writes it also deletes the
-    one before. Room that is given back a little later is filled too: the file system counts a
-    deleted file's blocks as free after its name is gone.
-    """
-
-    def __init__(self, at: int, left: int, only: str, **sizes) -> None:
-        super().__init__(**sizes)
-        self.at, self.left, self.only = at, left, only
-
-    def forward(self, x):
-        if self.training and self.calls + 1 == self.at:
-            deadline = time.monotonic() + 300
-            while self.only and self.checkpoints() != [self.only] and time.monotonic() < deadline:
-                time.sleep(0.01)
-            quiet_since = time.monotonic()
-            with open("fill", "wb", buffering=0) as file:
-                while time.monotonic() < quiet_since + 0.5:
-                    if (room := self.room() - self.left) > 0:
-                        file.write(bytes(room))
-                        quiet_since = time.monotonic()
-                    time.sleep(0.01)
-        return super().forward(x)
-
-    def room(self):
-        disk = os.statvfs(".")
-        return disk.f_bavail * disk.f_bsize
-
-    def checkpoints(self):
-        return [path.name for path in Path("outputs").rglob("step-*.p*")]
-'''
-YAML = (
-    "# Mine\n_target_: lab.fills.Fills\nclasses: ${data.meta.classes}\nat: 0\nleft: 0\nonly: ''\n"
-)
 RUN = (
     "--config-dir lab/conf model=fills data=mine train.batch_size=8 train.log_every=2 "
     "train.max_steps=12 precision=16-mixed"
 ).split()
-FILES = {"lab/fills.py": FILLS, "lab/conf/model/fills.yaml": YAML}
 FULL = "No space left on device"
 
 
 @pytest.fixture
-def small(small, lab_writer):
+def small(small):
     """A folder of a user's on a file system of 2 MiB."""
-    return write_files(lab_writer(small), FILES)
+    return write_lab(small)
 
 
 @pytest.fixture
@@ -84,8 +39,7 @@ def test_no_run_begins_on_a_full_disk(filling, small, left):
     (small / "fill").write_bytes(
         bytes(2**21 - sum(f.stat().st_blocks * 512 for f in small.rglob("*")) - left)
     )
-    done = filling()
-    assert done.rc == 2
+    done = filling().check_refused()
     check_no_traceback(done)
     (line,) = done.stderr.splitlines()
     assert FULL in line
@@ -95,8 +49,7 @@ def test_no_run_begins_on_a_full_disk(filling, small, left):
 
 def test_no_run_begins_in_a_read_only_folder(filling, small):
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-    done = filling()
-    assert done.rc == 2
+    done = filling().check_refused()
     (line,) = done.stderr.splitlines()
     assert "Read-only file system. Run in a folder that takes files" in line
 
@@ -121,11 +74,8 @@ def test_a_run_that_can_save_nothing_prints_its_result(filling, small, at, saved
 
 
 def test_a_picture_that_cannot_be_written_costs_a_warning(filling, small):
-    done = filling("model.at=12", "model.left=16384", "checkpoint.final=false")
-    assert done.rc == 0, done.stderr
-    assert (
+    filling("model.at=12", "model.left=16384", "checkpoint.final=false").check_ok(
         f"warning: outputs/runs/{only_run(small).name}/loss_scale.png was not written: {FULL}."
-        in (done.stdout)
     )
     assert json.loads((only_run(small) / "result.json").read_text())["status"] == "finished"
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from refusals import check_refused
 from run_folders import only_sweep
 
 from runner.modes.result import RunResult
@@ -35,7 +34,7 @@ def recorded(tmp_path_factory, inside, store):
     words = "-m precision=32-true seed=0,1,2 train.max_steps=20 hydra/launcher=basic".split()
     with inside(folder) as main:
         done = main(*TRAINED, *words, f"tracking.uri={store}", "tracking.experiment=gate")
-    assert done.rc == 0, done.stderr
+        done.check_ok()
     parent = done.stdout.partition("MLflow: parent run ")[2].partition(";")[0]
     return only_sweep(folder), parent
 
@@ -79,8 +78,7 @@ def test_a_difference_of_zero_cannot_be_shown(recorded, main, tmp_path):
 def test_a_baseline_in_mlflow_is_not_trained_again(recorded, main, tmp_path, store):
     words = ["advise.seeds=4", "advise.max_gap=0.1", f"advise.baseline={recorded[1]}"]
     tracked = (f"tracking.uri={store}", "tracking.experiment=gate")
-    done = main(*JUDGED, "precision=bf16-mixed", *words, *tracked)
-    assert done.rc == 0, done.stderr
+    main(*JUDGED, "precision=bf16-mixed", *words, *tracked).check_ok()
     check_not_trained_again(tmp_path, recorded, recorded[1])
 
 
@@ -89,9 +87,9 @@ def test_an_accepted_precision_leaves_its_verdict_and_the_events(main, tmp_path)
         "precision=bf16-true precision.update=kahan tracking=none advise.max_gap=0.1 "
         "advise.baseline=bf16-mixed advise.seeds=6"
     )
-    done = main(*GATE, *words.split())
-    assert done.rc == 0, done.stderr
-    assert "bf16-true precision.update=kahan is accepted: its loss differs by" in done.stdout
+    main(*GATE, *words.split()).check_ok(
+        "bf16-true precision.update=kahan is accepted: its loss differs by"
+    )
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["exit_status"], verdict["bar"]) == ("accepted", 0, 0.1)
     assert verdict["baseline"] == "bf16-mixed"
@@ -133,15 +131,14 @@ def test_a_precision_that_diverges_is_rejected_after_one_seed(cli, clean, tmp_pa
 def test_advice_takes_a_baseline_and_a_bar(recorded, main, tmp_path):
     words = "precision=bf16-true advise.budget=1h advise.seeds=3 tracking=none advise.max_gap=0.1"
     asked = ("advise.objective=memory", f"advise.baseline={recorded[0]}", "hydra/launcher=basic")
-    done = main("mode=advise", *TRAINED, *words.split(), *asked)
-    assert done.rc == 0, done.stderr
-    assert "Use bf16-true: 0.50 × its weights and optimizer state" in done.stdout
-    assert "tolerated 0.1, 3 seeds" in done.stdout
+    main("mode=advise", *TRAINED, *words.split(), *asked).check_ok(
+        "Use bf16-true: 0.50 × its weights and optimizer state", "tolerated 0.1, 3 seeds"
+    )
     assert {one.precision for one in results_in(tmp_path)} == {"bf16-true"}
 
 
 def check_one_message(done, says):
-    check_refused(done, says)
+    done.check_refused(says)
     assert done.stderr.count("error:") == 1
 
 

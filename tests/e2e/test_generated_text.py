@@ -27,14 +27,13 @@ def test_the_text_and_the_picture_are_among_the_artifacts(run_of_docs, tmp_path,
         "train.eval_every=2 task.after_evaluation=lab.samples.generate tracking.log_model=false "
         "hydra.run.dir=run"
     ).split()
-    done = run_of_docs(
+    run_of_docs(
         *words,
         f"model.config={GPT2}",
         "task.metrics={top5: {_target_: torchmetrics.classification.MulticlassAccuracy, "
         "num_classes: 64, top_k: 5}}",
         f"tracking.uri={uri}",
-    )
-    assert done.rc == 0, done.stderr
+    ).check_ok()
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)

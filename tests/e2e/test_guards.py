@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from refusals import check_refused, message_table
-from run_folders import job_results, only_run, only_sweep, write_files
+from refusals import message_table
+from run_folders import job_results, only_run, only_sweep, write_lab
 
 from runner.config.invocation import Invocation
 from runner.data.loader import Loader
@@ -20,98 +20,6 @@ from runner.training.state_dict import checkpoint_state_dict
 
 pytestmark = pytest.mark.slow
 
-FAULTS = '''
-import os
-import signal
-
-import torch
-from torch import nn
-from torch.utils.data import Dataset, get_worker_info
-
-from lab.data import Rows
-
-
-class Times(nn.Module):
-    """Multiplies from one training step on, or in that step only."""
-
-    def __init__(self, factor: float, at: int, once: bool) -> None:
-        super().__init__()
-        self.factor, self.at, self.once = factor, at, once
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.calls += self.training
-        is_due = self.calls == self.at if self.once else self.calls >= self.at
-        return x * self.factor if self.training and is_due else x
-
-
-class Net(nn.Module):
-    def __init__(
-        self, classes: int, factor: float = 1.0, at: int = 1, crash: str = "", once: bool = False
-    ) -> None:
-        super().__init__()
-        self.crash = crash
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Times(factor, at, once))
-        self.head = nn.Linear(16, classes)
-
-    def forward(self, x):
-        if self.crash and self.training and self.body[2].calls + 1 == self.body[2].at:
-            raise RuntimeError(self.crash)
-        return self.head(self.body(x))
-
-
-class Faulty(Rows):
-    """Rows of which one is at fault."""
-
-    def __init__(self, count: int, fault: str, sample: int) -> None:
-        super().__init__(count)
-        self.fault, self.sample = fault, sample
-
-    def __getitem__(self, index: int):
-        x, y = super().__getitem__(index)
-        if index != self.sample:
-            return x, y
-        if self.fault == "raise":
-            raise ValueError(f"sample {index} is broken")
-        if self.fault in ("exit", "kill") and get_worker_info() is not None:
-            os._exit(3) if self.fault == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "rotten":
-            return x * float("nan"), y
-        return x, 12 if self.fault == "label" else y
-
-
-def faulty(count: int = 60, fault: str = "none", sample: int = 17, val: int = 20, where="train"):
-    if where == "train":
-        return Faulty(count, fault, sample), Rows(val)
-    sets = {"good": Rows(val), "bad": Faulty(count, fault, sample)}
-    return (Rows(count), sets) if where == "val" else (Rows(count), Rows(val), sets)
-'''
-MODEL = """# Multiplies its activations by a factor from a training step on
-_target_: lab.faults.Net
-classes: ${data.meta.classes}
-factor: 1.0
-at: 1
-crash: ""
-"""
-DATA = """# One sample is at fault
-defaults:
-  - override /task@_global_.task: classification
-
-_target_: lab.faults.faulty
-count: 60
-fault: none
-sample: 17
-val: 20
-where: train
-meta:
-  input: [1, 8, 8]
-  classes: 2
-"""
-FILES = {
-    "lab/faults.py": FAULTS,
-    "lab/conf/model/faulty.yaml": MODEL,
-    "lab/conf/data/faulty.yaml": DATA,
-}
 OWN = (
     "--config-dir lab/conf model=faulty data=faulty tracking=none train.batch_size=8 "
     "train.log_every=4 train.max_steps=12"
@@ -121,19 +29,14 @@ forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch'
 
 
 @pytest.fixture
-def faults(lab):
-    return write_files(lab, FILES)
-
-
-@pytest.fixture
-def faulty(faults, main):
+def faulty(lab, main):
     return lambda *args: main(*OWN, *args)
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory, inside, store, lab_writer):
+def stopped(tmp_path_factory, inside, store):
     """A run that a loss of nan ended in step 6: (what was printed, the user's folder)."""
-    folder = write_files(lab_writer(tmp_path_factory.mktemp("stopped")), FILES)
+    folder = write_lab(tmp_path_factory.mktemp("stopped"))
     tracked = ("tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=guards")
     with inside(folder) as main:
         return main(*OWN, *NAN, "checkpoint.every_steps=2", *tracked), folder
@@ -146,7 +49,7 @@ def replay(stopped, inside, tmp_path):
     def run(*words):
         with inside(stopped[1]) as main:
             done = main("--config-dir", "lab/conf", *words, f"hydra.run.dir={tmp_path}/again")
-        assert done.rc == 0, done.stderr
+            done.check_ok()
         return done.stdout
 
     return run
@@ -154,7 +57,7 @@ def replay(stopped, inside, tmp_path):
 
 def check_ended(done, *parts):
     """Check that a guard ended a run with a message that has these parts."""
-    check_refused(done, *parts, status=1)
+    done.check_refused(*parts, status=1)
 
 
 def samples(step, size=8, count=60):
@@ -226,11 +129,11 @@ def test_a_replay_has_the_weights_of_the_step(stopped, replay):
     assert found in printed
 
 
-def test_a_replay_compares_from_the_buffers_before_the_step(faulty, faults):
+def test_a_replay_compares_from_the_buffers_before_the_step(faulty, lab):
     """In 32-true as in bf16-mixed the counter of the steps is that of the step that failed."""
     once = ("model.factor=inf", "model.at=6", "+model.once=true", "precision=bf16-mixed")
     faulty(*once)
-    (batch,) = (only_run(faults) / "guard").iterdir()
+    (batch,) = (only_run(lab) / "guard").iterdir()
     done = faulty(*once, "debug=replay", f"batch={batch}", "hydra.run.dir=again")
     assert "at the output of body.2 (bfloat16), in 32-true as well" in done.stdout, done.stdout
 
@@ -252,10 +155,10 @@ FOLLOWED = (
     ["precision=16-mixed guard.overflow_steps=1", FOLLOWED],
     ids=["a loss scale", "a schedule that follows a hook"],
 )
-def test_a_replay_trains_to_the_very_bits(faulty, faults, compose, keys):
-    (faults / "lab" / "hooks.py").write_text(HOOK)
+def test_a_replay_trains_to_the_very_bits(faulty, lab, compose, keys):
+    (lab / "lab" / "hooks.py").write_text(HOOK)
     faulty(*NAN, *keys.split(), "checkpoint.every_steps=5", "checkpoint.keep=9")
-    out = only_run(faults)
+    out = only_run(lab)
     batch = next((out / "guard").iterdir())
     path = out / "checkpoints" / "step-00000005.pt"
     wanted = torch.load(path, weights_only=True)
@@ -274,10 +177,10 @@ def test_a_replay_trains_to_the_very_bits(faulty, faults, compose, keys):
     assert found["loss_scale"] == wanted["loss_scale"]
 
 
-def test_a_replay_names_what_the_precision_alone_breaks(faulty, faults):
+def test_a_replay_names_what_the_precision_alone_breaks(faulty, lab):
     big = ("model.factor=1e6", "model.at=1", "precision=16-mixed")
     faulty(*big, "guard.overflow_steps=2")
-    (batch,) = (only_run(faults) / "guard").iterdir()
+    (batch,) = (only_run(lab) / "guard").iterdir()
     done = faulty(*big, "debug=replay", f"batch={batch}", "hydra.run.dir=again")
     assert "at the output of body.2 (float16); in 32-true it is finite, at most " in done.stdout
     assert "precision.keep_fp32=[body.2]" in done.stdout
@@ -285,15 +188,15 @@ def test_a_replay_names_what_the_precision_alone_breaks(faulty, faults):
     assert "Everything is finite with these weights. Type init.weights=" in sound.stdout
 
 
-def test_weights_that_are_not_finite_replace_no_good_ones(faulty, faults):
-    done = faulty(*NAN, "guard.non_finite=warn", "checkpoint.every_steps=2")
-    assert done.rc == 0
-    assert "warning: the weights of step 12 are not finite and are not saved." in done.stdout
-    (saved,) = only_run(faults).glob("checkpoints/*.pt")
+def test_weights_that_are_not_finite_replace_no_good_ones(faulty, lab):
+    faulty(*NAN, "guard.non_finite=warn", "checkpoint.every_steps=2").check_ok(
+        "warning: the weights of step 12 are not finite and are not saved."
+    )
+    (saved,) = only_run(lab).glob("checkpoints/*.pt")
     assert saved.name == "step-00000004.pt"
 
 
-def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults):
+def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, lab):
     done = faulty("precision=16-mixed", "precision.loss_scale.fixed=1e30", "guard.overflow_steps=5")
     check_ended(
         done,
@@ -302,7 +205,7 @@ def test_overflows_in_a_row_end_the_run_with_its_last_good_state(faulty, faults)
     )
     # No step was applied: these are the weights that it began with.
     assert "init.weights=" not in done.stderr
-    assert list(only_run(faults).glob("checkpoints/*.pt"))
+    assert list(only_run(lab).glob("checkpoints/*.pt"))
 
 
 SPIKE = "model.factor=1e4 model.at=25 train.max_steps=28"
@@ -315,15 +218,13 @@ data.fault=rotten guard.data=warn guard.non_finite=ignore => sample 17 of the tr
 
 @pytest.mark.parametrize(("words", "parts"), WARNINGS)
 def test_a_warning_lets_the_run_finish(faulty, words, parts):
-    done = faulty(*words.split())
-    assert done.rc == 0, done.stderr
+    done = faulty(*words.split()).check_ok()
     assert any("warning: " in line and parts[0] in line for line in done.stdout.splitlines())
 
 
 def test_a_spike_stops_a_run_or_is_ignored(faulty):
     check_ended(faulty(*SPIKE.split(), "guard.spike=stop"), "the loss leapt to")
-    ignored = faulty(*SPIKE.split(), "guard.spike=ignore")
-    assert ignored.rc == 0
+    ignored = faulty(*SPIKE.split(), "guard.spike=ignore").check_ok()
     assert "the loss leapt to" not in ignored.stdout + ignored.stderr
 
 
@@ -335,20 +236,20 @@ data.fault=label => sample 17 of the train set: label 12 is outside the 2 classe
 
 
 @pytest.mark.parametrize(("word", "parts"), FOUND)
-def test_data_are_looked_at_before_training(faulty, faults, word, parts):
+def test_data_are_looked_at_before_training(faulty, lab, word, parts):
     check_ended(faulty(word), *parts)
-    assert not list(only_run(faults).glob("checkpoints/*"))
+    assert not list(only_run(lab).glob("checkpoints/*"))
 
 
 def test_an_empty_split_is_named(faulty):
-    check_refused(faulty("data.val=0"), "data: the val set is empty")
+    faulty("data.val=0").check_refused("data: the val set is empty")
 
 
 def step_of(sample):
     return next(step for step in range(1, 9) if sample in samples(step)[0])
 
 
-def test_a_label_that_was_not_checked_is_reported_at_its_step(faulty, faults):
+def test_a_label_that_was_not_checked_is_reported_at_its_step(faulty, lab):
     done = faulty("data.fault=label", "guard.data=ignore")
     step = step_of(17)
     check_ended(
@@ -358,7 +259,7 @@ def test_a_label_that_was_not_checked_is_reported_at_its_step(faulty, faults):
         "error.txt",
         f"guard/batch-{step:06d}.json",
     )
-    batch = json.loads((only_run(faults) / "guard" / f"batch-{step:06d}.json").read_text())
+    batch = json.loads((only_run(lab) / "guard" / f"batch-{step:06d}.json").read_text())
     assert batch["micro_batches"] == samples(step)
 
 
@@ -385,13 +286,13 @@ def test_another_error_keeps_its_traceback(faulty):
     assert "Traceback" in done.stderr
 
 
-def check_worker_death(done, faults, *parts):
+def check_worker_death(done, lab, *parts):
     """Check that a process died over sample 17."""
     check_ended(done, "A process that loads the train set for step", "train.num_workers=0", *parts)
-    (path,) = (only_run(faults) / "guard").iterdir()
+    (path,) = (only_run(lab) / "guard").iterdir()
     batch = json.loads(path.read_text())
     assert 17 in [index for micro in batch["micro_batches"] for index in micro]
-    assert "Traceback" in (only_run(faults) / "error.txt").read_text()
+    assert "Traceback" in (only_run(lab) / "error.txt").read_text()
 
 
 @forks
@@ -399,9 +300,9 @@ def check_worker_death(done, faults, *parts):
 # the files that it opens for that to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("fault", ["kill", pytest.param("exit", marks=pytest.mark.extended)])
-def test_a_process_that_dies_while_training_is_reported_with_its_samples(faulty, faults, fault):
+def test_a_process_that_dies_while_training_is_reported_with_its_samples(faulty, lab, fault):
     done = faulty(f"data.fault={fault}", "guard.data=ignore", "train.num_workers=1")
-    check_worker_death(done, faults, "DataLoader worker (pid")
+    check_worker_death(done, lab, "DataLoader worker (pid")
 
 
 @forks
@@ -418,10 +319,10 @@ def test_a_death_that_torch_reports_late_is_explained(faulty, monkeypatch):
 
 
 @forks
-def test_a_process_that_raises_names_its_batch(faulty, faults):
+def test_a_process_that_raises_names_its_batch(faulty, lab):
     done = faulty("data.fault=raise", "guard.data=ignore", "train.num_workers=1")
     check_worker_death(
-        done, faults, f"for step {step_of(17)} failed: ValueError: sample 17 is broken."
+        done, lab, f"for step {step_of(17)} failed: ValueError: sample 17 is broken."
     )
 
 
@@ -453,11 +354,11 @@ def test_a_fault_in_an_evaluation_is_named_by_its_set(faulty, where, fault, work
     check_ended(done, message.format(f"{where}/bad"), "error.txt")
 
 
-def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):
+def test_a_sweep_continues_and_reports_the_jobs_that_diverged(lab, main):
     words = ("-m", "model.factor=1.0,nan,0.5", "train.max_steps=4", "hydra/launcher=basic")
     done = main(*OWN, "model.at=3", *words)
     assert done.rc == 1
-    results = job_results(faults)
+    results = job_results(lab)
     assert [(r["status"], r["diverged"]) for r in results] == [
         ("finished", False),
         ("failed", True),
@@ -465,17 +366,15 @@ def test_a_sweep_continues_and_reports_the_jobs_that_diverged(faults, main):
     ]
     assert results[1]["device"]
     assert results[1]["train_loss"] is not None
-    report = (only_sweep(faults) / "report.md").read_text()
+    report = (only_sweep(lab) / "report.md").read_text()
     assert "guard.non_finite: the loss is nan at step 3" in report
     assert "Diverged: 32-true model.factor=nan" in done.stdout
 
 
-def test_a_file_that_is_no_batch_gets_one_message(faulty, faults):
-    (faults / "b.json").write_text("{}")
+def test_a_file_that_is_no_batch_gets_one_message(faulty, lab):
+    (lab / "b.json").write_text("{}")
     for path in ("b.json", "none.json"):
-        done = faulty("debug=replay", f"batch={path}")
-        assert done.rc == 2
-        assert f"batch={path} is no batch that a guard saved" in done.stderr
-    done = faulty("debug=replay")
-    assert done.rc == 2
-    assert "batch=outputs/runs/<time>/guard/" in done.stderr
+        faulty("debug=replay", f"batch={path}").check_refused(
+            f"batch={path} is no batch that a guard saved"
+        )
+    faulty("debug=replay").check_refused("batch=outputs/runs/<time>/guard/")

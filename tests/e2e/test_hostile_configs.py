@@ -83,6 +83,5 @@ def test_a_target_that_is_none(main, count):
 
 
 def test_bytes_that_are_no_text(main):
-    done = main(*QUICK, "tracking.run_name=a\udcffb")
-    assert done.rc == 2
+    done = main(*QUICK, "tracking.run_name=a\udcffb").check_refused()
     assert done.stderr == "error: tracking.run_name=a\\udcffb is not valid UTF-8.\n"

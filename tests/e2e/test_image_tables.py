@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet as pq
-from refusals import check_refused
 from torchvision.models import get_model
 
 TINY = (
@@ -45,8 +44,7 @@ def test_the_commands_of_the_docs_train(photos, root, main, data):
     page = (root / "docs" / "vision.md").read_text()
     (command,) = re.findall(rf"    python -m runner (.*data={data} .*)\n", page)
     given = [word for word in shlex.split(command) if not word.startswith("data.meta.input")]
-    done = main(*given, *TINY, "model=mlp")
-    assert done.rc == 0, done.stderr
+    main(*given, *TINY, "model=mlp").check_ok()
     metrics = json.loads((photos / "run" / "result.json").read_text())["metrics"]
     assert set(metrics) == {"val/loss", "val/accuracy"}
 
@@ -54,10 +52,9 @@ def test_the_commands_of_the_docs_train(photos, root, main, data):
 def test_local_weights_for_other_classes_are_tuned(photos, main):
     torch.save(get_model("mobilenet_v3_small").state_dict(), photos / "pretrained.pth")
     given = (*PHOTOS, "model=torchvision", *TINY)
-    done = main(*given, "model.weights=pretrained.pth", "train.max_steps=1")
-    assert done.rc == 0, done.stderr
+    main(*given, "model.weights=pretrained.pth", "train.max_steps=1").check_ok()
     other = main(*given, "model.weights=pretrained.pth", "model.name=resnet18")
-    check_refused(other, "weights=pretrained.pth do not fit the model: it lacks conv1.weight")
+    other.check_refused("weights=pretrained.pth do not fit the model: it lacks conv1.weight")
 
 
 @pytest.mark.parametrize(
@@ -73,4 +70,4 @@ def test_local_weights_for_other_classes_are_tuned(photos, main):
     ],
 )
 def test_what_cannot_be_read_gets_one_message(photos, main, words, message):
-    check_refused(main(*PHOTOS, *TINY, "model=mlp", words), message)
+    main(*PHOTOS, *TINY, "model=mlp", words).check_refused(message)

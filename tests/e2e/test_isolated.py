@@ -8,88 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_folders import job_results, write_files
+from run_folders import job_results, write_lab
 from waiting import SECONDS, wait_for
 
 from runner.utils.stop_signals import COALESCE_SECONDS
 
-DEADLY = '''
-import ctypes
-import os
-import signal
-import time
-from pathlib import Path
-
-import torch
-from lab.nets import Net
-
-
-class Deadly(Net):
-    """Dies in its second training step, in the given way."""
-
-    def __init__(self, how: str, **sizes) -> None:
-        super().__init__(**sizes)
-        self.how = how
-
-    def forward(self, x):
-        if self.training and self.calls == 1:
-            print("the last thing it said")
-            getattr(self, self.how)()
-        return super().forward(x)
-
-    def well(self):
-        pass
-
-    def too(self):
-        pass
-
-    def exits(self):
-        os._exit(3)
-
-    def killed(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def segfault(self):
-        ctypes.string_at(0)
-
-    def memory(self):
-        torch.empty(2**60)
-
-    def raises(self):
-        raise ArithmeticError("failed as it was told to")
-
-    def orphaned(self):
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(600)
-
-    def leaves_a_child(self):
-        if pid := os.fork():
-            Path(f"pid-{pid}").touch()
-            os._exit(3)
-        time.sleep(600)
-
-
-class Slow(Net):
-    """Fifty steps in a second at most; says which process it is, and of which. Hangs where asked
-    to, or blocks all signals."""
-
-    def __init__(self, how: str, **sizes) -> None:
-        super().__init__(**sizes)
-        self.how = how
-
-    def forward(self, x):
-        if self.training and self.calls == 6:
-            for pid in (os.getpid(), os.getppid()):
-                Path(f"pid-{pid}").touch()
-            time.sleep(600 if self.how == "hangs" else 0)
-            if self.how == "blocks":  # with Python's lock held: only SIGKILL ends it
-                lock = ctypes.create_string_buffer(64)
-                for _ in range(2):
-                    ctypes.PyDLL(None).pthread_mutex_lock(lock)
-        time.sleep(0.02)
-        return super().forward(x)
-'''
-YAML = "# Mine\n_target_: lab.deadly.Deadly\nclasses: ${data.meta.classes}\nhow: well\n"
 TINY = (
     "--config-dir lab/conf data=mine train.max_steps=3 train.log_every=1 "
     "hydra/launcher=isolated model=deadly -m"
@@ -105,14 +28,11 @@ WAYS = {
 }
 
 
-FILES = {"lab/deadly.py": DEADLY, "lab/conf/model/deadly.yaml": YAML}
-
-
 @pytest.fixture(scope="module")
-def deaths(tmp_path_factory, inside, store, reader, lab_writer):
+def deaths(tmp_path_factory, inside, store, reader):
     """A job of each way to die, one after the other: (what was printed, the jobs' results, their
     runs and the parent in the store)."""
-    folder = write_files(lab_writer(tmp_path_factory.mktemp("deaths")), FILES)
+    folder = write_lab(tmp_path_factory.mktemp("deaths"))
     tracked = (f"tracking.uri={store}", "tracking.experiment=deaths")
     with inside(folder) as main:
         done = main(*TINY, f"model.how={','.join(WAYS)}", *tracked)
@@ -157,16 +77,10 @@ def test_the_report_names_the_reasons(deaths):
 
 
 def test_several_at_once_in_lines_of_their_own(cli, lab):
-    write_files(lab, FILES)
     words = ("model.how=well,killed,raises,too", "hydra.launcher.n_jobs=3", "tracking=none")
     done = cli(*TINY, *words)
     assert done.rc == 1
-    assert [job["status"] for job in job_results(lab)] == [
-        "finished",
-        "failed",
-        "failed",
-        "finished",
-    ]
+    assert [job["status"] for job in job_results(lab)] == "finished failed failed finished".split()
     found = re.findall(r"^job \d of 4  32-true model.how=(\w+) ", done.stdout, re.MULTILINE)
     assert sorted(found) == ["killed", "raises", "too", "well"], done.stdout
     assert "[32-true model.how=raises] ArithmeticError: failed as it was told to" in done.stderr
@@ -174,7 +88,6 @@ def test_several_at_once_in_lines_of_their_own(cli, lab):
 
 
 def test_a_fork_server_that_is_killed_costs_its_job_only(cli, lab):
-    write_files(lab, FILES)
     done = cli(*TINY, "model.how=orphaned,well", "tracking=none")
     assert done.rc == 1
     killed, well = job_results(lab)
@@ -200,11 +113,11 @@ def gone(pid):
 
 
 @pytest.fixture
-def sweep(tmp_path, start_command, lab_writer):
+def sweep(tmp_path, start_command):
     """Start a sweep of endless jobs in a folder and a process group of its own."""
 
     def start(name, *args):
-        folder = write_files(lab_writer(tmp_path / name), FILES)
+        folder = write_lab(tmp_path / name)
         endless = "train.max_steps=10000000 train.eval_every=100000 model._target_=lab.deadly.Slow"
         process = start_command(*TINY, *endless.split(), "seed=0,1", *args, cwd=folder)
         return process, folder

@@ -13,51 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from refusals import check_refused
-from run_folders import job_results, only_sweep, write_files
+from run_folders import job_results, only_sweep
 from waiting import SECONDS, wait_for
 
-JOBS = '''
-import os
-import signal
-import time
-from pathlib import Path
-
-import psutil
-from lab.nets import Net
-
-
-class Job(Net):
-    """Does in its sixth training step what it was built for."""
-
-    def __init__(self, how: str, **sizes) -> None:
-        super().__init__(**sizes)
-        self.how = how
-
-    def forward(self, x):
-        if self.training and self.calls == 5:
-            getattr(self, self.how)()
-        elif self.training and self.calls > 5 and self.how == "waits":
-            time.sleep(0.5)  # a stop takes a second to be seen
-        return super().forward(x)
-
-    def well(self):
-        pass
-
-    def killed(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def lost(self):
-        """With the process that was started for it, as when a machine fails."""
-        psutil.Process(os.getppid()).parent().kill()
-        time.sleep(60)
-
-    def waits(self):
-        Path(f"waits-{os.getpid()}").touch()
-        while not Path("go").exists():
-            time.sleep(0.02)
-'''
-YAML = "# Mine\n_target_: lab.jobs.Job\nclasses: ${data.meta.classes}\nhow: well\n"
 TINY = ("--config-dir lab/conf model=job data=mine train.max_steps=12 train.log_every=1 -m").split()
 SLURM = '''#!{python}
 """A cluster of this one machine, as far as submitit asks it for something."""
@@ -99,12 +57,7 @@ elif command == "sacct":
 
 
 @pytest.fixture
-def jobs(lab):
-    return write_files(lab, {"lab/jobs.py": JOBS, "lab/conf/model/job.yaml": YAML})
-
-
-@pytest.fixture
-def begin(jobs, start_command):
+def begin(lab, start_command):
     """Start a sweep as a process."""
     return lambda *args, **how: start_command(*TINY, *args, **how)
 
@@ -132,26 +85,26 @@ def slurm(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, store, reader):
+def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, lab, slurm, store, reader):
     """One job is killed, and one gets the signal of its time limit in its sixth step."""
     tracked = (f"tracking.uri={store}", "tracking.experiment=slurm", "tracking.log_model=false")
     given = ("hydra.launcher.partition=gpu", "hydra.launcher.cpus_per_task=1")
     sweep = begin("launcher=slurm", *given, "model.how=killed,waits", *tracked)
-    wait_for(lambda: [*jobs.glob("waits-*")], sweep)
+    wait_for(lambda: [*lab.glob("waits-*")], sweep)
     (waiting,) = [
         process
-        for process in living(jobs)
+        for process in living(lab)
         if "submitit.core._submit" in (process.info["cmdline"] or ())
         and process.environ()["SLURM_ARRAY_TASK_ID"] == "1"
     ]
     waiting.send_signal(signal.SIGUSR2)
     time.sleep(1)
-    (jobs / "go").touch()
+    (lab / "go").touch()
     stdout, stderr = sweep.communicate(timeout=SECONDS)
     assert sweep.returncode == 1, stderr
     assert "Traceback" not in stderr
     assert "--partition=gpu" in (slurm / "script").read_text()
-    found = job_results(jobs)
+    found = job_results(lab)
     assert [job["status"] for job in found] == ["failed", "finished"]
     assert [job["label"] for job in found] == [
         "32-true model.how=killed",
@@ -160,7 +113,7 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, jobs, slurm, store, rea
     assert found[0]["error"].startswith("Its process was ended by SIGKILL")
     assert "(1 of " in found[1]["device"]
     assert "│ 32-true model.how=waits  │ finished │" in stdout
-    folder = only_sweep(jobs)
+    folder = only_sweep(lab)
     assert (folder / "report.html").exists()
     assert json.loads((folder / "sweep.json").read_text())["jobs"] == 2
     logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_1_0_log.out"))
@@ -198,18 +151,17 @@ def stop(sweep, jobs):
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_signal_stops_joblibs_jobs_and_the_sweep_is_resumed(begin, jobs, cli):
+def test_a_signal_stops_joblibs_jobs_and_the_sweep_is_resumed(begin, lab, cli):
     sweep = begin("launcher=joblib", "seed=0,1,2", "model.how=waits", "tracking=none")
-    wait_for(lambda: len([*jobs.glob("waits-*")]) == 2, sweep)
-    stdout = stop(sweep, jobs)
-    found = job_results(jobs)
+    wait_for(lambda: len([*lab.glob("waits-*")]) == 2, sweep)
+    stdout = stop(sweep, lab)
+    found = job_results(lab)
     assert [job["error"].partition(".")[0] for job in found[:2]] == ["Stopped by SIGTERM"] * 2
     assert {job["status"] for job in found} == {"stopped"}
-    folder = only_sweep(jobs)
+    folder = only_sweep(lab)
     assert f"sweep.resume=outputs/sweeps/{folder.name}" in stdout
-    again = cli(f"sweep.resume={folder}")
-    assert again.rc == 0, again.stderr
-    found = job_results(jobs)
+    again = cli(f"sweep.resume={folder}").check_ok()
+    found = job_results(lab)
     assert [job["status"] for job in found] == ["finished"] * 3
     assert len(re.findall(r"resumed at step \d+ of 12", again.stdout)) == 2
     assert [job["label"] for job in found] == [f"32-true seed={n}" for n in range(3)]
@@ -240,24 +192,24 @@ def with_ray(root):
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, jobs, with_ray):
+def test_a_ray_cluster_runs_jobs_and_is_stopped(begin, lab, with_ray):
     sweep = begin("launcher=ray", "model.how=well,waits", "tracking=none", python=with_ray)
-    wait_for(lambda: [*jobs.glob("waits-*")], sweep)
-    wait_for(lambda: len(job_results(jobs)) == 1)
-    stdout = stop(sweep, jobs)
-    found = job_results(jobs)
+    wait_for(lambda: [*lab.glob("waits-*")], sweep)
+    wait_for(lambda: len(job_results(lab)) == 1)
+    stdout = stop(sweep, lab)
+    found = job_results(lab)
     assert [job["status"] for job in found] == ["finished", "stopped"]
     assert [job["label"] for job in found] == [f"32-true model.how={h}" for h in ("well", "waits")]
-    assert [*only_sweep(jobs).glob("1/checkpoints/step-*.pt")]
+    assert [*only_sweep(lab).glob("1/checkpoints/step-*.pt")]
     assert "│ 32-true model.how=well  │ finished │" in stdout
 
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, jobs):
+def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, lab):
     done = main(*TINY, "launcher=submitit_local", "model.how=lost,well", "tracking=none")
     assert done.rc == 1, done.stderr
-    lost, well = job_results(jobs)
+    lost, well = job_results(lab)
     assert (lost["status"], well["status"]) == ("failed", "finished")
     assert lost["error"].startswith("Its LocalJob ")
     assert "32-true model.how=lost: Its LocalJob" in done.stdout
@@ -265,7 +217,7 @@ def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, jobs):
     before_table, _ = done.stdout.split("┏", 1)
     assert re.search(line, before_table, re.MULTILINE)
     assert well["label"] == "32-true model.how=well"
-    wait_for(lambda: len(living(jobs)) <= 1)
+    wait_for(lambda: len(living(lab)) <= 1)
 
 
 def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkeypatch, capsys):
@@ -312,7 +264,7 @@ def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkey
 )
 def test_what_a_launcher_cannot_do_is_one_message(quick, monkeypatch, typed, said, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    check_refused(quick("-m", *typed.split(), "seed=0,1"), said)
+    quick("-m", *typed.split(), "seed=0,1").check_refused(said)
 
 
 @pytest.mark.parametrize(
@@ -324,17 +276,14 @@ def test_what_a_launcher_cannot_do_is_one_message(quick, monkeypatch, typed, sai
         ("joblib", "joblib"),
     ],
 )
-def test_a_launcher_that_is_not_installed_says_what_to_type(
-    quick, monkeypatch, tmp_path, option, extra
-):
+def test_a_missing_launcher_says_what_to_type(quick, monkeypatch, tmp_path, option, extra):
     from hydra.core.config_store import ConfigStore
 
     known = ConfigStore.instance().repo["hydra"]["launcher"]
     monkeypatch.delitem(known, f"{option}.yaml", raising=False)
     preset = "slurm" if option == "submitit_slurm" else option
     for typed in (f"hydra/launcher={option}", f"launcher={preset}"):
-        done = quick("-m", typed, "seed=0,1")
-        assert done.rc == 2
+        done = quick("-m", typed, "seed=0,1").check_refused()
         assert done.stderr == (
             f"error: hydra/launcher={option} needs a package that is missing. Type "
             f"pip install 'precision-runner[{extra}]'.\n"

@@ -41,8 +41,7 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
         refused = main(f"sweep.resume={swept}", word)
         assert (refused.rc, message in refused.stderr) == (2, True), refused.stderr
     assert (swept / "sweep.json").read_bytes() == manifest
-    done = main(f"sweep.resume={swept}", "seed=0,1,2", "precision=32,bf16,64")
-    assert done.rc == 0, done.stderr
+    done = main(f"sweep.resume={swept}", "seed=0,1,2", "precision=32,bf16,64").check_ok()
     assert done.stdout.count("finished before") == 4
     assert [(swept / str(n) / "result.json").read_bytes() for n in range(4)] == before
     labels = [job["label"] for job in job_results(tmp_path)]
@@ -72,8 +71,7 @@ def test_a_sweep_without_a_seed_takes_further_ones(quick, main, tmp_path):
     message = "the sweep has seed=0, and a list may only get longer. Type seed=0,1,2."
     assert (refused.rc, message in refused.stderr) == (2, True), refused.stderr
     for words in (["seed=0,1"], []):
-        done = main(f"sweep.resume={folder}", *words)
-        assert done.rc == 0, done.stderr
+        done = main(f"sweep.resume={folder}", *words).check_ok()
         assert done.stdout.count("finished before") == (2 if words else 4)
     labels = [job["label"] for job in job_results(tmp_path)]
     assert labels == ["32-true", "bf16-mixed", "32-true seed=1", "bf16-mixed seed=1"]

@@ -11,9 +11,7 @@ from mlflow import MlflowClient
 QUICK = "model=mlp model.hidden=[16] train.max_steps=2 tracking.log_model=false"
 
 
-def test_a_project_is_the_parent_of_the_sweep_that_it_starts(
-    tmp_path, root, empty_store, monkeypatch
-):
+def test_a_project_is_the_parent_of_a_sweep_it_starts(tmp_path, root, empty_store, monkeypatch):
     arguments = f"-m seed=0,1 hydra/launcher=basic {QUICK} tracking.note='a word'"
     shutil.copy(root / "MLproject", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -42,17 +40,14 @@ def test_a_project_is_the_parent_of_the_sweep_that_it_starts(
     assert {run.info.status for run in runs} == {"FINISHED"}
 
 
-def test_a_run_with_a_note_is_nested_under_the_run_of_the_environment(
-    main, empty_store, tmp_path, monkeypatch
-):
+def test_a_run_with_a_note_is_nested_under_the_outer_run(main, empty_store, tmp_path, monkeypatch):
     store = empty_store(tmp_path / "mlflow.db")
     client = MlflowClient(store)
     experiment = client.create_experiment("mine")
     parent = client.create_run(experiment).info.run_id
     for name, value in (("TRACKING_URI", store), ("EXPERIMENT_ID", experiment), ("RUN_ID", parent)):
         monkeypatch.setenv(f"MLFLOW_{name}", value)
-    done = main(*QUICK.split(), "tracking.tags.mlflow.note.content=hello")
-    assert done.rc == 0, done.stderr
+    main(*QUICK.split(), "tracking.tags.mlflow.note.content=hello").check_ok()
     (run,) = [run for run in client.search_runs([experiment]) if run.info.run_id != parent]
     assert run.data.tags["mlflow.parentRunId"] == parent
     assert run.data.tags["mlflow.note.content"].startswith("hello\n\n")
@@ -62,8 +57,7 @@ def test_tags_with_dots_and_a_note_are_recorded(main, empty_store, tmp_path):
     store = empty_store(tmp_path / "mlflow.db")
     typed = ("tracking.tags.ci.job=4711", "tracking.tags={team: vision}")
     note = "tracking.note=Before the new driver"
-    done = main(*QUICK.split(), f"tracking.uri={store}", *typed, note)
-    assert done.rc == 0, done.stderr
+    main(*QUICK.split(), f"tracking.uri={store}", *typed, note).check_ok()
     client = MlflowClient(store)
     (run,) = client.search_runs([client.get_experiment_by_name("precision-runner").experiment_id])
     tags = run.data.tags

@@ -11,8 +11,7 @@ TYPED = ("model=mlp", "model.hidden=[16]", "numerics.every=5", "train.max_steps=
 
 def test_artifacts_and_metrics_are_in_the_store(main, store, run_named, reader, tmp_path):
     named = f"tracking.uri={store}", "tracking.run_name=numerics"
-    done = main(*TYPED, "train.log_every=4", *named)
-    assert done.rc == 0, done.stderr
+    main(*TYPED, "train.log_every=4", *named).check_ok()
     client, run = reader(), run_named("numerics")
     assert {item.path for item in client.list_artifacts(run.info.run_id)} >= FILES
     for name in ("underflow", "overflow", "swallowed"):

@@ -1,11 +1,10 @@
 """optimizer.state_dtype and precision.update from the command line: exact resume, what is said of
 a change, the plan, refusals."""
 
-import shutil
-
 import pytest
 import torch
-from run_folders import job_results
+from run_folders import cut_run, job_results
+from states import check_same_checkpoints
 from typed_runs import TypedRuns
 
 BF16 = "optimizer.state_dtype=bfloat16"
@@ -54,24 +53,14 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(runs, tmp_path, name):
     whole = runs.train(f"{typed} train.max_steps={STEPS} {often}", "whole")
     has_bfloat16 = "state_dtype" in typed
     assert ("keeps its state in bfloat16" in whole.stdout) == has_bfloat16
-    part = tmp_path / "part"
-    shutil.copytree(whole.folder, part)
-    (part / "result.json").unlink()
-    (part / "checkpoints" / f"step-{STEPS:08d}.pt").unlink()
+    cut_run(whole.folder, tmp_path / "part", HALF)
     resumed = runs.resume(f"train.max_steps={STEPS}", "part")
     assert "is cast" not in resumed.stdout
-    weights = resumed.content()["model"]
-    for key, value in whole.content()["model"].items():
-        assert torch.equal(value, weights[key])
+    check_same_checkpoints(whole.content(), resumed.content())
     expected = states(whole)
     assert not has_bfloat16 or moment_dtypes(expected[-1]) == {torch.bfloat16}
     if name == "muon":
         assert moment_dtypes(expected[0]) == {torch.float32}
-    for state, other in zip(expected, states(resumed), strict=True):
-        for index, values in state.items():
-            for key, value in values.items():
-                assert other[index][key].dtype is value.dtype
-                assert torch.equal(other[index][key], value)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +112,7 @@ def test_no_update_is_counted_as_lost_with_a_rule(runs):
 )
 def test_a_plan_counts_the_bytes_of_the_state(runs, typed, plain, ratio):
     def state_mib(words):
-        done = runs(f"mode=plan model.hidden=[4096] hydra.run.dir=plan {words}")
-        assert done.rc == 0, done.stderr
+        done = runs(f"mode=plan model.hidden=[4096] hydra.run.dir=plan {words}").check_ok()
         (line,) = [line for line in done.stdout.splitlines() if "optimizer state" in line]
         return float(line.split("│")[2].split()[0])
 
@@ -162,16 +150,14 @@ def test_what_cannot_work_is_one_message(runs, typed, parts):
 
 
 def test_a_sweep_compares_dtypes(runs, tmp_path):
-    done = runs("-m hydra/launcher=basic optimizer.state_dtype=null,bfloat16")
-    assert done.rc == 0, done.stderr
+    runs("-m hydra/launcher=basic optimizer.state_dtype=null,bfloat16").check_ok()
     wide, narrow = (job["optimizer_mib"] for job in job_results(tmp_path))
     assert narrow == pytest.approx(wide / 2, rel=0.01)
 
 
 def test_a_precision_without_the_key_runs_in_a_sweep_of_rules(runs, tmp_path):
     typed = "precision=32-true,bf16-true precision.update=kahan"
-    done = runs(f"-m hydra/launcher=basic {typed}")
-    assert done.rc == 0, done.stderr
+    runs(f"-m hydra/launcher=basic {typed}").check_ok()
     jobs = [(job["precision"], job["status"]) for job in job_results(tmp_path)]
     assert jobs == [("32-true", "finished"), ("bf16-true", "finished")]
 

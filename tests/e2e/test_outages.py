@@ -28,16 +28,14 @@ def dead_address():
 
 
 def test_a_dead_server_stops_no_run_and_sync_sends_it_elsewhere(cli, dead_address, store, tmp_path):
-    done = cli(*TINY, f"tracking.uri={dead_address}", "tracking.patience=1")
-    assert done.rc == 0, done.stderr
+    done = cli(*TINY, f"tracking.uri={dead_address}", "tracking.patience=1").check_ok()
     run = only_run(tmp_path)
     assert json.loads((run / "result.json").read_text())["status"] == "finished"
     assert f"The run is not stored completely in {dead_address}" in done.stderr
     assert f"`python -m runner sync {run.relative_to(tmp_path)}`" in done.stderr
-    sent = cli("sync", f"tracking.uri={store}", "tracking.experiment=moved")
-    assert sent.rc == 0, sent.stdout + sent.stderr
-    assert f"{run}: uploaded to {store} as run " in sent.stdout
-    assert ", FINISHED, " in sent.stdout
+    cli("sync", f"tracking.uri={store}", "tracking.experiment=moved").check_ok(
+        f"{run}: uploaded to {store} as run ", ", FINISHED, "
+    )
     again = cli("sync")
     assert again.stdout == "0 uploaded, 0 failed, 1 already uploaded, 0 still training.\n"
 

@@ -5,28 +5,10 @@ import shutil
 
 import pytest
 import torch
+from run_folders import copy_files, only_run
 
 pytestmark = pytest.mark.slow
 
-TIMM = (
-    "_target_: timm.create_model\nmodel_name: test_vit\nimg_size: ${data.meta.side}\n"
-    "in_chans: ${data.meta.input.0}\nnum_classes: ${data.meta.classes}\n"
-)
-ROWS = (
-    "defaults:\n  - override /task@_global_.task: classification\n\n_target_: lab.data.rows\n"
-    "count: 40\nmeta:\n  input: [2, 32, 32]\n  side: 32\n  classes: 3\n"
-)
-DATA = """
-import torch
-from torch.utils.data import TensorDataset
-
-
-def rows(count: int):
-    generator = torch.Generator().manual_seed(count)
-    images = torch.randn(count, 2, 32, 32, generator=generator)
-    rows = TensorDataset(images, torch.arange(count) % 3)
-    return rows, rows
-"""
 WARM = (
     "scheduler._target_=transformers.get_constant_schedule_with_warmup",
     "+scheduler.num_warmup_steps=2",
@@ -43,20 +25,9 @@ QUICK = (
 @pytest.fixture(scope="module")
 def trained(inside, tmp_path_factory):
     """A folder with code of one's own, and a run of timm's model with transformers' schedule."""
-    home = tmp_path_factory.mktemp("trained")
-    files = {
-        "__init__.py": "",
-        "data.py": DATA,
-        "conf/model/tiny_timm.yaml": TIMM,
-        "conf/data/tiny.yaml": ROWS,
-    }
-    for name, text in files.items():
-        path = home / "lab" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    home = copy_files("own_checkpoints", tmp_path_factory.mktemp("trained"))
     with inside(home) as main:
-        done = main(*QUICK)
-    assert done.rc == 0, done.stderr
+        main(*QUICK).check_ok()
     return home
 
 
@@ -64,8 +35,7 @@ def trained(inside, tmp_path_factory):
 def folder(trained, tmp_path):
     """Return the run's folder in a copy of what was trained."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    (found,) = tmp_path.glob("outputs/runs/*")
-    return found
+    return only_run(tmp_path)
 
 
 def stranger(folder):
@@ -76,16 +46,12 @@ def stranger(folder):
 
 
 def test_ones_own_run_needs_nothing_typed_again(folder, main):
-    done = main("mode=evaluate", f"checkpoint={folder}", "precision=bf16-true", "tracking=none")
-    assert done.rc == 0, done.stderr
-    done = main(f"checkpoint.resume={folder}", "train.max_steps=4")
-    assert done.rc == 0, done.stderr
-    assert "resumed at step 2 of 4" in done.stdout
+    main("mode=evaluate", f"checkpoint={folder}", "precision=bf16-true", "tracking=none").check_ok()
+    main(f"checkpoint.resume={folder}", "train.max_steps=4").check_ok("resumed at step 2 of 4")
     done = main(f"checkpoint.resume={folder}", "train.max_steps=6")  # what it saved is signed, too
     assert done.rc == 0, done.stderr
     moved = folder.rename(folder.with_name("moved"))
-    done = main("mode=evaluate", f"checkpoint={moved}", "tracking=none")
-    assert done.rc == 0, done.stderr
+    main("mode=evaluate", f"checkpoint={moved}", "tracking=none").check_ok()
 
 
 def test_the_advice_for_a_strangers_run_works(folder, main):
@@ -94,29 +60,26 @@ def test_the_advice_for_a_strangers_run_works(folder, main):
     evaluate = ("mode=evaluate", f"checkpoint={folder}", "tracking=none")
     resume = (f"checkpoint.resume={folder}", "train.max_steps=4")
     for typed in (evaluate, resume):
-        done = main(*typed)
-        assert (done.rc, "Traceback" in done.stderr) == (2, False)
-        assert "names model._target_=timm.create_model, which is neither" in done.stderr
-        assert "not signed with your key" in done.stderr
-        assert "=... yourself" in done.stderr
-        assert "names data._target_=lab.data.rows, which is neither" in done.stderr
+        main(*typed).check_refused(
+            "names model._target_=timm.create_model, which is neither",
+            "not signed with your key",
+            "=... yourself",
+            "names data._target_=lab.data.rows, which is neither",
+        )
     own = ("--config-dir", "lab/conf", "model=tiny_timm", "data=tiny")
-    done = main(*evaluate, *own)
-    assert done.rc == 0, done.stderr
-    done = main(*resume, *own, *WARM)
-    assert done.rc == 0, done.stderr
+    main(*evaluate, *own).check_ok()
+    main(*resume, *own, *WARM).check_ok()
     done = main(f"checkpoint.resume={folder}", "train.max_steps=6")  # a stranger's run stays one
     assert (done.rc, "names model._target_=timm.create_model" in done.stderr) == (2, True)
-    other = main(*evaluate, *own, "model.img_size=16")
-    assert other.rc == 2
-    assert "The checkpoint's model has other values: type model.img_size=32, or" in other.stderr
+    main(*evaluate, *own, "model.img_size=16").check_refused(
+        "The checkpoint's model has other values: type model.img_size=32, or"
+    )
 
 
 def test_without_a_key_the_rules_for_strangers_hold(main, tmp_path, folder, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/dev/null/nowhere")
-    done = main(*QUICK, "train.max_steps=1")
-    assert done.rc == 0, done.stderr
+    main(*QUICK, "train.max_steps=1").check_ok()
     newest = max(tmp_path.glob("outputs/runs/*"))
-    done = main("mode=evaluate", f"checkpoint={newest}", "tracking=none")
-    assert done.rc == 2
-    assert "/dev/null/nowhere/precision-runner/key, which is not used" in done.stderr
+    main("mode=evaluate", f"checkpoint={newest}", "tracking=none").check_refused(
+        "/dev/null/nowhere/precision-runner/key, which is not used"
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_folders import write_lab
 
 from runner.config.room import modes
 
@@ -30,19 +31,16 @@ EVALUATE = ("mode=evaluate", "tracking=none")
     ids=["both", "built-in data", "a built-in model", "no config"],
 )
 def test_own_code_trains(main, lab, result, typed, names):
-    done = main(*typed.split())
-    assert done.rc == 0, done.stderr
-    assert names in done.stdout
+    main(*typed.split()).check_ok(names)
     assert result(lab)["step_ms"] > 0
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, inside, lab_writer):
+def trained(tmp_path_factory, inside):
     """A folder with code of one's own, and a run with a checkpoint of each step."""
-    home = lab_writer(tmp_path_factory.mktemp("trained"))
+    home = write_lab(tmp_path_factory.mktemp("trained"))
     with inside(home) as main:
-        done = main(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9")
-    assert done.rc == 0, done.stderr
+        main(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9").check_ok()
     return home
 
 
@@ -56,23 +54,19 @@ def folder(trained, tmp_path):
 
 def test_a_checkpoint_is_evaluated_with_own_code(folder, main, tmp_path, result):
     trained = result(tmp_path)["metrics"]
-    done = main(*EVALUATE, f"checkpoint={folder}")
-    assert done.rc == 0, done.stderr
+    done = main(*EVALUATE, f"checkpoint={folder}").check_ok()
     assert result(tmp_path)["metrics"] == trained
     assert "32-true net mine" in done.stdout  # not what the command's defaults would name
 
 
 def test_a_checkpoint_whose_code_is_away(folder, main, tmp_path):
     (tmp_path / "lab" / "nets.py").unlink()
-    done = main(*EVALUATE, f"checkpoint={folder}")
-    assert done.rc == 2
-    assert "lab.nets.Net does not import" in done.stderr
+    main(*EVALUATE, f"checkpoint={folder}").check_refused("lab.nets.Net does not import")
 
 
 def test_a_checkpoint_in_a_folder_with_an_odd_name(folder, main, tmp_path):
     odd = folder.rename(tmp_path / "lr=0.1, (best)")
-    done = main(*EVALUATE, f"checkpoint={odd}")
-    assert done.rc == 0, done.stderr
+    main(*EVALUATE, f"checkpoint={odd}").check_ok()
 
 
 def test_the_model_is_trained_not_copied(folder):
@@ -102,8 +96,7 @@ def test_tab_completion(main, root, monkeypatch):
     def offered(line):
         monkeypatch.setenv("COMP_LINE", f"runner {line}")
         monkeypatch.setenv("COMP_POINT", str(len(f"runner {line}")))
-        done = main("-sc", "query=bash")
-        assert done.rc == 0, done.stderr
+        done = main("-sc", "query=bash").check_ok()
         return done.stdout.split()
 
     models = sorted((root / "conf" / "model").glob("*.yaml"))

@@ -1,84 +1,14 @@
 """Data of a user's own: what a data target returns, and what its batches are made of."""
 
 import pytest
+from run_folders import copy_files
 from typed_runs import TypedRuns
-
-SETS = '''
-import os
-
-import torch
-from torch.utils.data import Dataset, TensorDataset
-
-
-def tensors():
-    return TensorDataset(torch.randn(8, 1, 8, 8), torch.arange(8) % 2)
-
-
-class NoItems(Dataset):
-    def __len__(self):
-        return 8
-
-
-class NoLength:
-    def __getitem__(self, index):
-        return torch.randn(1, 8, 8), 0
-
-
-class Ragged(Dataset):
-    """Rows of several heights, and batches that are padded."""
-
-    pids = "pids.txt"
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.full((1, 4 + index % 5, 8), float(index)), index % 2
-
-
-class Padded(Ragged):
-    def batch(self, indices):
-        with open(self.pids, "a") as file:
-            file.write(f"{os.getpid()}\\\\n")
-        x = torch.zeros(len(indices), 1, 8, 8)
-        for row, index in enumerate(indices.tolist()):
-            one, _ = Ragged.__getitem__(self, index)
-            x[row, :, : one.shape[1]] = one
-        return x, indices % 2
-
-
-KINDS = {
-    "no_items": lambda: (tensors(), NoItems()),
-    "no_length": lambda: (NoLength(), tensors()),
-    "four": lambda: (tensors(), tensors(), tensors(), tensors()),
-    "dict": lambda: {"train": tensors(), "val": tensors()},
-    "trains": lambda: ({"seen": tensors(), "unseen": tensors()}, tensors()),
-    "no_vals": lambda: (tensors(), {}),
-    "odd_names": lambda: (tensors(), {"a/b": tensors(), "loss": tensors(), 3: tensors()}),
-    "a_val": lambda: (tensors(), {"seen": tensors(), "unseen": NoLength()}, tensors()),
-    "all": lambda: (
-        tensors(), {"seen": tensors(), "unseen": tensors()}, {"near": tensors(), "far": tensors()}
-    ),
-    "pair": lambda: (tensors(), tensors()),
-    "test": lambda: (tensors(), tensors(), tensors()),
-    "ragged": lambda: (Ragged(), tensors()),
-    "ragged_val": lambda: (tensors(), Ragged()),
-    "padded": lambda: (Padded(), tensors()),
-}
-
-
-def make(kind):
-    return KINDS[kind]()
-'''.replace("\\\\n", "\\n")
 
 
 @pytest.fixture
 def runs(main, tmp_path):
     """Tiny runs on the data sets above."""
-    (tmp_path / "own_sets.py").write_text(SETS)
-    config = tmp_path / "conf" / "data" / "own.yaml"
-    config.parent.mkdir(parents=True)
-    config.write_text("_target_: own_sets.make\nkind: ???\nmeta:\n  classes: 2\n")
+    copy_files("own_sets", tmp_path)
     words = (
         "--config-dir conf data=own model=mlp model.hidden=[16] model.input_shape=[1,8,8] "
         "train.max_steps=3 train.batch_size=4 train.log_every=2 tracking=none"
@@ -125,9 +55,9 @@ def test_a_few_examples_of_data_that_make_their_own_batches(runs):
 
 
 def test_processes_that_have_nothing_to_load_are_named(quick):
-    done = quick("train.num_workers=2")
-    assert done.rc == 0
-    assert "train.num_workers=2 starts no process: the data are in memory" in done.stdout
+    quick("train.num_workers=2").check_ok(
+        "train.num_workers=2 starts no process: the data are in memory"
+    )
 
 
 def test_several_validation_sets_and_test_sets(runs):

@@ -4,41 +4,7 @@ import json
 import re
 
 import pytest
-
-SETS = '''
-import torch
-from torch.utils.data import Dataset
-
-
-class Photos(Dataset):
-    """Bright and dark pictures, transformed."""
-
-    def __init__(self, transform):
-        self.transform = transform
-
-    @staticmethod
-    def splits(transform):
-        return Photos(transform), Photos(transform)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return self.transform(torch.full((1, 16, 12), index % 2 / 2)), index % 2
-'''
-
-NET = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, width, classes):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, classes))
-
-    def forward(self, x):
-        return self.layers(x)
-"""
+from run_folders import copy_files
 
 
 @pytest.fixture
@@ -49,7 +15,7 @@ def documented(main, root, tmp_path):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    (tmp_path / "lab" / "sets.py").write_text(SETS)
+    copy_files("own_yaml", tmp_path)
 
     def run(typed, *more):
         return main(*f"--config-dir lab/conf tracking=none {typed}".split(), *more)
@@ -58,42 +24,40 @@ def documented(main, root, tmp_path):
 
 
 def test_transforms_in_yaml(documented):
-    done = documented("data=photos model=mlp train.max_steps=2 train.batch_size=4")
-    assert done.rc == 0, done.stderr
-    assert "32-true mlp photos" in done.stdout
+    documented("data=photos model=mlp train.max_steps=2 train.batch_size=4").check_ok(
+        "32-true mlp photos"
+    )
 
 
 def test_metrics_in_yaml(documented, tmp_path):
     pytest.importorskip("torchmetrics")
     macro = "experiment=macro data=digits checkpoint.best=true"
-    done = documented(f"{macro} train.max_steps=2 hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
-    assert "runs are compared by val/multiclass_f1_score" in done.stdout
+    documented(f"{macro} train.max_steps=2 hydra.run.dir=run").check_ok(
+        "runs are compared by val/multiclass_f1_score"
+    )
     assert "val/multiclass_recall/9" in (tmp_path / "run" / "result.json").read_text()
 
 
 def test_a_wrong_transform_in_yaml(documented):
     node = "{_target_: torchvision.transforms.v2.Resize, sizes: [8, 8]}"
-    done = documented("data=photos model=mlp", f"data.transform.transforms=[{node}]")
-    assert done.rc == 2
-    assert "Traceback" not in done.stderr
-    assert "data.transform.transforms[0].sizes=[8, 8]: torchvision" in done.stderr
-    assert "data.transform.transforms[0].size is needed by torchvision" in done.stderr
+    documented("data=photos model=mlp", f"data.transform.transforms=[{node}]").check_refused(
+        "data.transform.transforms[0].sizes=[8, 8]: torchvision",
+        "data.transform.transforms[0].size is needed by torchvision",
+    )
 
 
 def test_a_model_of_transformers_in_yaml(documented):
     pytest.importorskip("transformers")
-    done = documented("data=synthetic_tokens model=gpt2 mode=plan model.config.n_layer=1")
-    assert done.rc == 0, done.stderr
-    assert "plan: 32-true gpt2 synthetic_tokens" in done.stdout
+    documented("data=synthetic_tokens model=gpt2 mode=plan model.config.n_layer=1").check_ok(
+        "plan: 32-true gpt2 synthetic_tokens"
+    )
 
 
 def test_a_file_that_is_no_yaml(documented, tmp_path):
     file = tmp_path / "lab" / "conf" / "experiment" / "bad.yaml"
     file.parent.mkdir(exist_ok=True)
     file.write_text("# @package _global_\nmodel: {a: ${oc.env:X,32}}\n")
-    done = documented("experiment=bad")
-    assert done.rc == 2
+    done = documented("experiment=bad").check_refused()
     assert done.stderr.count("\n") == 1
     assert f"{file}, line 2, column" in done.stderr
 
@@ -108,12 +72,8 @@ def test_a_resolver_of_ones_own(fresh_cli, root, tmp_path):
     (tmp_path / "conf" / "hydra_plugins" / "resolvers.py").write_text(content)
     (tmp_path / "hydra_plugins" / "evil.py").write_text("raise SystemExit('imported')")
     words = ("model=mlp", "model.hidden=['${mul:2,3}']", "--cfg", "job", "--resolve")
-    done = fresh_cli("--config-dir", "conf", *words)
-    assert done.rc == 0, done.stderr
-    assert "hidden:\n  - 6" in done.stdout
-    refused = fresh_cli(*words)
-    assert refused.rc == 2
-    assert "hydra_plugins/ in the folder of --config-dir" in refused.stderr
+    fresh_cli("--config-dir", "conf", *words).check_ok("hidden:\n  - 6")
+    fresh_cli(*words).check_refused("hydra_plugins/ in the folder of --config-dir")
 
 
 def test_a_stream_of_hugging_face(documented, root, tmp_path):
@@ -121,14 +81,13 @@ def test_a_stream_of_hugging_face(documented, root, tmp_path):
     text = (root / "docs" / "own-code.md").read_text()
     (content,) = re.findall(r"```python\n# lab/streams.py\n(.*?)```", text, re.DOTALL)
     (tmp_path / "lab" / "streams.py").write_text(content)
-    (tmp_path / "lab" / "nets.py").write_text(NET)
     for name, count in (("rows", 20), ("held_out", 8)):
         rows = [json.dumps({"x": [i / 4, 1.0, -i, 2.0], "label": i % 2}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     words = "data=lines model=net task=classification train.batch_size=8"
-    done = documented(f"{words} train.max_steps=4 train.eval_every=2")
-    assert done.rc == 0, done.stderr
-    assert "the train set is a stream (IterableDataset), read in its own order" in done.stdout
+    done = documented(f"{words} train.max_steps=4 train.eval_every=2").check_ok(
+        "the train set is a stream (IterableDataset), read in its own order"
+    )
     assert re.search(r"^ +2 +4 ", done.stdout, re.MULTILINE)
 
 
@@ -141,6 +100,4 @@ def test_an_own_preset_of_a_sweep_is_one(main, tmp_path):
         "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 0,1\n"
     )
     tiny = "experiment=grid model=mlp model.hidden=[4] train.max_steps=1 tracking=none"
-    done = main("--config-dir", "conf", *tiny.split())
-    assert done.rc == 0, done.stderr
-    assert "32-true seed=1" in done.stdout
+    main("--config-dir", "conf", *tiny.split()).check_ok("32-true seed=1")

@@ -1,13 +1,13 @@
 """Each precision trains, stops halfway and is resumed: one pair of runs, which all tests ask."""
 
 import json
-import shutil
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
-import torch
 from precision_models import EMULATED, precisions_on_cpu
+from run_folders import cut_run
+from states import check_same_checkpoints
 
 from runner.checkpoint.checkpoint_file import load
 from runner.precision import registry
@@ -70,13 +70,9 @@ def trained(tmp_path_factory, inside):
         if name.startswith(EMULATED):
             words.append("precision.emulate=true")
         with inside(home) as main:
-            done = main(*GPT, *words, "hydra.run.dir=whole")
-            assert done.rc == 0, done.stderr
-            shutil.copytree(home / "whole", home / "resumed")
-            (home / "resumed" / "result.json").unlink()
-            last_checkpoint(home / "resumed").unlink()
-            done = main("checkpoint.resume=resumed")
-        assert done.rc == 0, done.stderr
+            main(*GPT, *words, "hydra.run.dir=whole").check_ok()
+            cut_run(home / "whole", home / "resumed", HALF)
+            done = main("checkpoint.resume=resumed").check_ok()
         assert f"resumed at step {HALF} of {STEPS}" in done.stdout
         return SimpleNamespace(whole=home / "whole", resumed=home / "resumed")
 
@@ -89,19 +85,6 @@ def last_checkpoint(folder):
 
 def content_of(folder, name):
     return json.loads((folder / name).read_text())
-
-
-def tensors_in(value, path=""):
-    """Return all tensors of nested mappings and lists by their paths."""
-    if isinstance(value, torch.Tensor):
-        return {path: value}
-    children = value if isinstance(value, dict) else {}
-    if isinstance(value, list | tuple):
-        children = dict(enumerate(value))
-    found = {}
-    for key, child in children.items():
-        found |= tensors_in(child, f"{path}.{key}")
-    return found
 
 
 def test_each_precision_that_trains_has_a_row():
@@ -137,20 +120,11 @@ def test_a_precision_names_what_it_leaves_as_it_was(trained, name):
 @pytest.mark.parametrize("name", COMPUTES)
 def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(trained, name):
     folders = trained(name)
-    whole, resumed = (load(last_checkpoint(folder)) for folder in vars(folders).values())
-    expected, found = (tensors_in(part) for part in (whole, resumed))
-    assert expected.keys() == found.keys()
-    for path, tensor in expected.items():
-        assert tensor.dtype == found[path].dtype, path
-        assert torch.equal(tensor, found[path]), path
-    for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
-        assert resumed[key] == whole[key]
+    check_same_checkpoints(*(load(last_checkpoint(folder)) for folder in vars(folders).values()))
 
 
 @pytest.mark.parametrize("mode", ["train", "plan"])
 @pytest.mark.parametrize("name", ["tf32", "float8-rowwise", "transformer-engine"])
 def test_a_precision_that_cannot_run_here_is_refused(quick, name, mode):
-    done = quick(f"mode={mode}", "accelerator=cpu", f"precision={name}")
-    assert done.rc == 2
+    done = quick(f"mode={mode}", "accelerator=cpu", f"precision={name}").check_refused()
     assert done.stderr.startswith(f"error: precision={name} needs an NVIDIA GPU")
-    assert "Traceback" not in done.stderr

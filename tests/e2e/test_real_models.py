@@ -28,8 +28,7 @@ def train(main, files, tmp_path, result):
     """Train a model from yaml; return its folder and its losses by step."""
 
     def run(name, *overrides):
-        done = main(*typed(name, files), *SHORT, *overrides)
-        assert done.rc == 0, done.stderr
+        main(*typed(name, files), *SHORT, *overrides).check_ok()
         folder = tmp_path / result(tmp_path)["folder"]
         return folder, losses_in(folder)
 

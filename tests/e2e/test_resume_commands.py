@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from run_folders import finished_run
+from run_folders import copy_files, finished_run
 
 from runner.utils.files import folder_lock
 
@@ -35,10 +35,9 @@ def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store)
     make_unfinished(folder, 2, 4)
     damaged = folder / "checkpoints" / "step-00000004.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    done = main(f"checkpoint.resume={run_id}", "optimizer.lr=0.0001", "train.max_steps=8", uri)
-    assert done.rc == 0, done.stderr
-    assert f"skipped {damaged}: it is damaged" in done.stdout
-    assert "resumed at step 2 of 8" in done.stdout
+    main(f"checkpoint.resume={run_id}", "optimizer.lr=0.0001", "train.max_steps=8", uri).check_ok(
+        f"skipped {damaged}: it is damaged", "resumed at step 2 of 8"
+    )
     assert json.loads((folder / "result.json").read_text())["run_id"] == run_id
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mlflow's own, of SQLAlchemy
@@ -64,8 +63,7 @@ def trained(tmp_path_factory, inside):
     """A working directory with a finished run without a record."""
     home = tmp_path_factory.mktemp("trained")
     with inside(home) as main:
-        done = main(*QUICK, "tracking=none")
-    assert done.rc == 0, done.stderr
+        main(*QUICK, "tracking=none").check_ok()
     return home
 
 
@@ -81,9 +79,7 @@ def refused(main):
     """Return the message of a command that is refused."""
 
     def run(*typed):
-        done = main(*typed, "tracking=none")
-        assert done.rc == 2
-        assert "Traceback" not in done.stderr
+        done = main(*typed, "tracking=none").check_refused()
         return done.stderr
 
     return run
@@ -119,8 +115,7 @@ def test_a_model_without_an_option_keeps_its_name(main, tmp_path):
     sizes = "input_shape: [1,8,8], classes: 10, hidden: [8]"
     node = f"+model={{_target_: runner.models.mlp.MLP, {sizes}}}"
     words = [word for word in QUICK if not word.startswith("model")]
-    done = main("~model", node, *words, "tracking=none", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+    done = main("~model", node, *words, "tracking=none", "hydra.run.dir=run").check_ok()
     make_unfinished(tmp_path / "run", 2)
     resumed = main("checkpoint.resume=run")
     assert "32-true MLP digits" in done.stdout
@@ -153,20 +148,18 @@ def test_another_precision_or_optimizer(main, tmp_path):
         make_unfinished(folder, 4)
         return main(f"checkpoint.resume={folder}", *typed)
 
-    wide = resumed("precision=64-true", "checkpoint.final=false")
-    assert wide.rc == 0, wide.stderr
-    assert "the optimizer's state is cast from float32 to float64" in wide.stdout
-    assert "loss scale of 65536.0 is dropped: precision=64-true has none" in wide.stdout
-    other = resumed("optimizer=sgd")
-    assert (other.rc, "Traceback" in other.stderr) == (2, False)
-    assert "its state is that of torch.optim.AdamW, which torch.optim.SGD cannot" in other.stderr
-    assert f"init.weights={folder}" in other.stderr
+    resumed("precision=64-true", "checkpoint.final=false").check_ok(
+        "the optimizer's state is cast from float32 to float64",
+        "loss scale of 65536.0 is dropped: precision=64-true has none",
+    )
+    other = resumed("optimizer=sgd").check_refused(
+        "its state is that of torch.optim.AdamW, which torch.optim.SGD cannot",
+        f"init.weights={folder}",
+    )
     assert "resumed at step" not in other.stdout
-    half = resumed("precision=bf16-true", "scheduler=cosine", "optimizer.eps=1e-4")
-    assert half.rc == 0, half.stderr
-    assert "cast from float32 to bfloat16" in half.stdout
-    assert "CosineAnnealingLR is not the checkpoint's schedule: it is taken up at its step 4" in (
-        half.stdout
+    resumed("precision=bf16-true", "scheduler=cosine", "optimizer.eps=1e-4").check_ok(
+        "cast from float32 to bfloat16",
+        "CosineAnnealingLR is not the checkpoint's schedule: it is taken up at its step 4",
     )
 
 
@@ -192,11 +185,9 @@ def test_a_run_that_a_limit_of_time_ended_continues_with_its_length(main, tmp_pa
     typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "train.max_seconds=1e-9")
     folder = tmp_path / "outputs/runs/7"
     for step in (1, 2):
-        done = main(*typed, "checkpoint.resume=auto")
-        assert done.rc == 0, done.stderr
-        assert "stopped by" in done.stdout
-        assert "train.max_seconds" in done.stdout
-        assert "Resume with: python -m runner checkpoint.resume=" in done.stdout
+        done = main(*typed, "checkpoint.resume=auto").check_ok(
+            "stopped by", "train.max_seconds", "Resume with: python -m runner checkpoint.resume="
+        )
         result = json.loads((folder / "result.json").read_text())
         assert (result["steps"], result["stopped_by"]) == (step, "train.max_seconds")
     assert "resumed at step 1 of 6" in done.stdout
@@ -215,12 +206,8 @@ def save_rows(rows):
 
 ROWS = np.random.default_rng(0).normal(size=(90, 4)).astype("float32")
 NPZ = (
-    "data=npz",
-    "data.path=rows.npz",
-    "data.meta.classes=2",
-    "data.meta.input=[4]",
-    "task=classification",
-)
+    "data=npz data.path=rows.npz data.meta.classes=2 data.meta.input=[4] task=classification"
+).split()
 
 
 @pytest.mark.parametrize("rows", [ROWS[:60], np.concatenate([ROWS, ROWS]), ROWS[::-1]])
@@ -229,10 +216,10 @@ def test_data_that_changed_before_a_resume_are_refused(main, tmp_path, rows):
     assert main(*QUICK, *NPZ, "tracking=none", "hydra.run.dir=run").rc == 0
     make_unfinished(tmp_path / "run", 2)
     save_rows(rows)
-    done = main("checkpoint.resume=run")
-    assert done.rc == 2
-    assert "error: checkpoint.resume: the data have changed since the checkpoint" in done.stderr
-    assert "Put the former data back, or type guard.data=warn to train on" in done.stderr
+    done = main("checkpoint.resume=run").check_refused(
+        "error: checkpoint.resume: the data have changed since the checkpoint",
+        "Put the former data back, or type guard.data=warn to train on",
+    )
     assert len(done.stderr.splitlines()) == 1
     save_rows(ROWS)
     assert "warning" not in main("checkpoint.resume=run").stdout
@@ -243,28 +230,12 @@ def test_data_that_changed_before_a_resume_are_refused(main, tmp_path, rows):
 
 
 def test_examples_that_are_others_each_time_are_not_compared(main, tmp_path):
-    (tmp_path / "drawn.py").write_text(DRAWN)
+    copy_files("drawn", tmp_path)
     data = ("data=digits", "data._target_=drawn.sets", "data.meta.input=[4]", "task=classification")
     assert main(*QUICK, *data, "tracking=none", "hydra.run.dir=run").rc == 0
     make_unfinished(tmp_path / "run", 2)
     done = main("checkpoint.resume=run")
     assert (done.rc, "have changed" in done.stdout) == (0, False), done.stderr
-
-
-DRAWN = """
-import os
-import torch
-
-class Drawn(torch.utils.data.Dataset):
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return torch.tensor([*os.urandom(4)]) / 255, index % 10
-
-def sets(**_):
-    return Drawn(), Drawn()
-"""
 
 
 def test_the_best_checkpoint_and_the_weights_alone_are_written(main, tmp_path):
@@ -275,5 +246,4 @@ def test_the_best_checkpoint_and_the_weights_alone_are_written(main, tmp_path):
     folder = finished_run(tmp_path)
     assert set(load_file(folder / "model.safetensors"))
     best = folder / "checkpoints" / "best.pt"
-    done = main("mode=evaluate", f"checkpoint={best}", "tracking=none")
-    assert done.rc == 0, done.stderr
+    main("mode=evaluate", f"checkpoint={best}", "tracking=none").check_ok()

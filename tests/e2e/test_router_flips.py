@@ -17,8 +17,7 @@ NAME = "qat-nvfp4"
 
 def test_the_tokens_that_other_experts_get_in_the_first_step(main, store, tmp_path):
     uri = f"tracking.uri={store}"
-    done = main(*SWEEP, *SMALL.split(), f"precision=32-true,{NAME}", "seed=0,1", uri)
-    assert done.rc == 0, done.stderr
+    done = main(*SWEEP, *SMALL.split(), f"precision=32-true,{NAME}", "seed=0,1", uri).check_ok()
     folder = only_sweep(tmp_path)
     chosen = [json.loads((folder / str(n) / "routers.json").read_text()) for n in range(4)]
     layers = {}

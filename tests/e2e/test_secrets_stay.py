@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 import torch
+from run_folders import copy_files
 
 ENVIRONMENT = {
     "SOME_TOKEN": "canary-env-token-1",
@@ -16,32 +17,6 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "canary/aws+secret4",
     "AWS_SESSION_TOKEN": "canary-aws-session-5",
 }
-CODE = """
-import os
-import torch
-from torch.utils.data import TensorDataset
-
-def rows(count, api_key, db, user, note, hub):
-    assert api_key == "canary key,6" and hub["hf_token"] == "canary-hub-7", (api_key, hub)
-    assert user == os.environ["SOME_TOKEN"] and "canary-db-8" in db and "canary-sig-9" in note
-    if os.environ.get("FAIL"):
-        raise ArithmeticError(f"{user} {db} {note}")
-    x = torch.randn(count, 1, 2, 2)
-    data = TensorDataset(x, (x.sum((1, 2, 3)) > 0).long())
-    return data, data
-"""
-CONFIG = """# Mine
-defaults:
-  - override /task@_global_.task: classification
-_target_: mine.rows
-count: 20
-user: ${oc.env:SOME_TOKEN}
-api_key: ???
-note: https://h/x?sv=1&sig=canary-sig-9&se=2
-db: postgresql://ann:canary-db-8@h/db
-hub: {hf_token: canary-hub-7}
-meta: {input: [1, 2, 2], classes: 2}
-"""
 OWN = (
     "data.api_key='canary key,6'",
     *(
@@ -73,10 +48,7 @@ def holders(home):
 
 @pytest.fixture
 def home(tmp_path):
-    (tmp_path / "mine.py").write_text(CODE)
-    (tmp_path / "conf" / "data").mkdir(parents=True)
-    (tmp_path / "conf" / "data" / "mine.yaml").write_text(CONFIG)
-    return tmp_path
+    return copy_files("secrets", tmp_path)
 
 
 def shows_secret(done):
@@ -92,8 +64,7 @@ def test_a_run_and_its_record(cli, home, empty_store):
         "tracking.tags.hf_token=canary-tag-11",
         "tracking.run_name='u http://ann:canary-12@h x'",
         env=ENVIRONMENT,
-    )
-    assert done.rc == 0, done.stderr
+    ).check_ok()
     assert not shows_secret(done)
     # Only from the journal can the writer know how to open the store; it is for its owner alone.
     (run,) = home.glob("outputs/runs/*")
@@ -124,12 +95,12 @@ def test_a_run_that_fails_and_one_that_is_resumed(inside_home, home, monkeypatch
     assert torch.load(path, weights_only=True)["spec"]["data"]["api_key"] == "***"
     assert holders(home) == set()
     again = ("--config-dir", "conf", f"checkpoint.resume={path}", "train.max_steps=4")
-    done = inside_home(*again)
-    assert done.rc == 2
-    assert "does not hold the secret data.api_key. Type data.api_key=<value>" in done.stderr
-    done = inside_home(*again, "data=mine", "data.api_key='canary key,6'")
-    assert done.rc == 0, done.stderr
-    assert "resumed at step 2 of 4" in done.stdout
+    inside_home(*again).check_refused(
+        "does not hold the secret data.api_key. Type data.api_key=<value>"
+    )
+    done = inside_home(*again, "data=mine", "data.api_key='canary key,6'").check_ok(
+        "resumed at step 2 of 4"
+    )
     assert not shows_secret(done)
     assert holders(home) == set()
 
@@ -137,7 +108,7 @@ def test_a_run_that_fails_and_one_that_is_resumed(inside_home, home, monkeypatch
 @pytest.mark.slow
 def test_a_sweep(cli, home):
     done = cli(*OWN, "-m", "seed=0,1", "tracking=none", "hydra.launcher.n_jobs=2", env=ENVIRONMENT)
-    assert done.rc == 0, done.stderr
+    done.check_ok()
     assert not shows_secret(done)
     assert holders(home) == set()
     (folder,) = home.glob("outputs/sweeps/*")

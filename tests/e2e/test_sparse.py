@@ -1,45 +1,20 @@
 """Embeddings with sparse gradients train as in plain PyTorch, or are refused in one message."""
 
+import runpy
+
 import pytest
 import torch
+from refusals import message_table
+from run_folders import FILES, copy_files
 from torch import nn
 from typed_runs import TypedRuns
 
-NET = """
-import torch
-from torch import nn
-
-
-class Bag(nn.Module):
-    def __init__(self, bag=False, sparse=True):
-        super().__init__()
-        self.table = (nn.EmbeddingBag if bag else nn.Embedding)(32, 8, sparse=sparse)
-        self.head = nn.Linear(8, 4)
-        self.bag = bag
-
-    def forward(self, x):
-        found = self.table(x)
-        return self.head(found if self.bag else found.mean(1))
-
-
-def sets():
-    x = torch.randint(0, 32, (16, 6), generator=torch.Generator().manual_seed(0))
-    rows = torch.utils.data.TensorDataset(x, x[:, 0] % 4)
-    return rows, rows
-"""
 PLAIN = "optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0 optimizer.lr=0.5"
 
 
 @pytest.fixture
 def runs(main, tmp_path):
-    (tmp_path / "rows.py").write_text(NET)
-    for group, text in (
-        ("model", "_target_: rows.Bag\nbag: false\nsparse: true\n"),
-        ("data", "_target_: rows.sets\n"),
-    ):
-        path = tmp_path / "conf" / group / "own.yaml"
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
+    copy_files("sparse", tmp_path)
     words = (
         "--config-dir conf model=own data=own tracking=none data.shuffle=false "
         "train.batch_size=16 train.max_steps=5 train.log_every=1 train.eval_every=1 accelerator=cpu"
@@ -49,8 +24,7 @@ def runs(main, tmp_path):
 
 def losses_by_hand(scaled):
     """The same training in plain PyTorch, with gradients clipped to a norm of 0.1."""
-    space = {}
-    exec(NET, space)
+    space = runpy.run_path(FILES / "sparse" / "rows.py")
     torch.manual_seed(0)
     model, (train, _) = space["Bag"](), space["sets"]()
     x, y = train.tensors
@@ -98,18 +72,12 @@ def test_it_trains_as_with_dense_gradients(runs, typed):
     assert sparse == pytest.approx(dense, rel=1e-3)
 
 
-REFUSED = [
-    (
-        "",
-        [
-            "optimizer: AdamW refuses the sparse gradients of table.weight",
-            "Type optimizer=sgd optimizer.weight_decay=0",
-            "sparse=False",
-        ],
-    ),
-    ("optimizer=sgd", ["SGD refuses the sparse gradients of table.weight"]),
-    ("optimizer=sgd optimizer.weight_decay=0 +optimizer.fused=true", ["fused", "sparse"]),
-]
+REFUSED = message_table("""
+model.bag=false => optimizer: AdamW refuses the sparse gradients of table.weight
+    Type optimizer=sgd optimizer.weight_decay=0 | sparse=False
+optimizer=sgd => SGD refuses the sparse gradients of table.weight
+optimizer=sgd optimizer.weight_decay=0 +optimizer.fused=true => fused | sparse
+""")
 
 
 @pytest.mark.parametrize(("typed", "parts"), REFUSED)

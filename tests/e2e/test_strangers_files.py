@@ -135,9 +135,9 @@ def test_no_spelling_of_an_interpolation_is_resolved(stranger, way, monkeypatch)
         path = Path("theirs/config.yaml")
         path.write_text(path.read_text().replace("vars: {}", f"vars:\n  x: {text}"))
         assert text in path.read_text()
-        done = main(*WAYS[way])
-        assert done.rc == 2, done
-        assert "holds an interpolation, which would be resolved here" in done.stderr
+        done = main(*WAYS[way]).check_refused(
+            "holds an interpolation, which would be resolved here"
+        )
         assert "canary-1" not in done.stdout + done.stderr
 
 
@@ -167,10 +167,9 @@ def test_a_strangers_sweep_is_not_resumed(stranger, name, signature):
     write({})
     folder = write_sweep(COMMANDS[name], signature=signature)
     for typed in ("sweep.resume=last", f"sweep.resume={folder}"):
-        done = main(typed)
-        assert done.rc == 2, done
-        assert "the sweep's command is not signed with your key" in done.stderr
-        assert "If you trust it, type it" in done.stderr
+        main(typed).check_refused(
+            "the sweep's command is not signed with your key", "If you trust it, type it"
+        )
         assert not Path(CANARY).exists()
         assert not [*folder.glob("0")]
 
@@ -179,8 +178,7 @@ def test_a_sweep_whose_command_is_typed_is_resumed(stranger):
     main, write = stranger
     write({})
     folder = write_sweep(SWEEP)
-    done = main(*SWEEP[3:], f"sweep.resume={folder}")
-    assert done.rc == 0, done.stderr
+    main(*SWEEP[3:], f"sweep.resume={folder}").check_ok()
     assert len([*folder.glob("*/result.json")]) == 2
     assert main("sweep.resume=last").rc == 2  # finished
     assert main(f"sweep.resume={folder}").rc == 2  # a stranger's command stays one

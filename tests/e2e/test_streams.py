@@ -4,84 +4,14 @@ import json
 
 import pytest
 import torch
+from run_folders import copy_files
 from typed_runs import TypedRuns
-
-STREAMS = '''
-import torch
-from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-class Rows(IterableDataset):
-    """Rows whose order follows from the pass, with noise from torch's generator."""
-
-    def __init__(self, count, spoilt=None):
-        self.count = count
-        self.spoilt = spoilt
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.epoch)
-        for i in range(self.count):
-            x = torch.randn(4, generator=generator)
-            if i == self.spoilt:
-                x = x / 0
-            yield x + 0.1 * torch.randn(4), int(x[0] > 0)
-
-
-class Once(Rows):
-    def __init__(self, count):
-        super().__init__(count)
-        self.rows = super().__iter__()
-
-    def __iter__(self):
-        return self.rows
-
-
-class Lists(Rows):
-    def __iter__(self):
-        for x, label in super().__iter__():
-            yield {"x": x.tolist(), "label": label}
-
-
-class Raising(Rows):
-    def __iter__(self):
-        for i, row in enumerate(super().__iter__()):
-            if i == 30:
-                raise OSError("the connection is lost")
-            yield row
-
-
-def streams(kind="Rows", count=20, **more):
-    return globals()[kind](count, **more), Rows(7)
-
-
-def mixed():
-    return TensorDataset(torch.randn(8, 4), torch.arange(8) % 2), Rows(7), {"far": Rows(5)}
-'''
-YAML = "_target_: own_streams.streams\nmeta:\n  input: [4]\n  classes: 2\n"
 
 
 @pytest.fixture
 def runs(main, tmp_path):
     """Tiny runs on the streams above."""
-    (tmp_path / "own_streams.py").write_text(STREAMS)
-    for group, text in (("data", YAML), ("model", "_target_: own_streams.Net\n")):
-        config = tmp_path / "conf" / group / "own.yaml"
-        config.parent.mkdir(parents=True)
-        config.write_text(text)
+    copy_files("own_streams", tmp_path)
     words = (
         "--config-dir conf data=own model=own task=classification train.batch_size=8 "
         "scheduler=constant tracking=none"
@@ -155,15 +85,14 @@ def test_a_step_that_fails_is_replayed_by_reading_the_stream_up_to_it(runs, main
     saved = json.loads((tmp_path / "run" / "guard" / "batch-000003.json").read_text())
     assert saved["steps"] == [3, 3]
     assert saved["micro_batches"] == []
-    done = main(*replay)
-    assert done.rc == 0, done.stderr
-    assert "trains 2 steps again, from the beginning" in done.stdout
-    assert "replay of step 3: 4 samples" in done.stdout
+    done = main(*replay).check_ok(
+        "trains 2 steps again, from the beginning", "replay of step 3: 4 samples"
+    )
     assert "the samples themselves are not finite" in done.stdout.replace("\n", " ")
     runs.train("train.max_steps=2", "other")
-    done = main(*replay, "init.weights=other")
-    assert done.rc == 2, done
-    assert "A stream's samples have no indices: leave init.weights out" in done.stderr
+    main(*replay, "init.weights=other").check_refused(
+        "A stream's samples have no indices: leave init.weights out"
+    )
 
 
 FAILING = "+data.kind=Raising +data.count=99 guard.data=ignore train.max_steps=6"

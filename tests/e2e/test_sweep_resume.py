@@ -15,41 +15,10 @@ from waiting import SECONDS, wait_for
 from runner.sweeps.manifest import Manifest
 from runner.utils.files import folder_lock
 
-GATE = '''
-import time
-from pathlib import Path
-
-from lab.nets import Net
-
-
-class Gate(Net):
-    """Waits from its sixth step on for a file, where it was built as the one that waits."""
-
-    def __init__(self, waits: int, seed: int, **sizes) -> None:
-        super().__init__(**sizes)
-        self.waits = waits == seed
-
-    def forward(self, x):
-        if self.training and self.calls >= 5 and self.waits:
-            Path("waits").touch()
-            while not Path("go").exists():
-                time.sleep(0.02)
-            time.sleep(0.1)  # a signal to the sweep reaches its job a little later
-        return super().forward(x)
-'''
-YAML = "_target_: lab.gate.Gate\nclasses: ${data.meta.classes}\nwaits: 1\nseed: ${seed}\n"
 SWEEP = (
     "--config-dir lab/conf model=gate data=mine train.max_steps=12 train.eval_every=4 "
     "train.log_every=1 precision=16-mixed -m seed=0,1,2"
 ).split()
-
-
-@pytest.fixture
-def lab(lab_writer, tmp_path):
-    lab_writer(tmp_path)
-    (tmp_path / "lab" / "gate.py").write_text(GATE)
-    (tmp_path / "lab" / "conf" / "model" / "gate.yaml").write_text(YAML)
-    return tmp_path
 
 
 @pytest.fixture
@@ -92,9 +61,9 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
     assert f"Resume with: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
     before = (folder / "0" / "result.json").read_bytes()
     ids = [json.loads((folder / str(n) / "journal.state").read_text())["run_id"] for n in (0, 1)]
-    done = main("sweep.resume=last", uri, "tracking.patience=30")
-    assert done.rc == 0, done.stderr
-    assert "16-mixed seed=0: finished before\n" in done.stdout
+    done = main("sweep.resume=last", uri, "tracking.patience=30").check_ok(
+        "16-mixed seed=0: finished before\n"
+    )
     (step,) = re.findall(r"resumed at step (\d+) of 12", done.stdout)
     assert 6 <= int(step) < 12
     assert (folder / "0" / "result.json").read_bytes() == before
@@ -125,9 +94,7 @@ def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(interrupted, main, la
     assert status == -9
     other = main(f"sweep.resume={folder}", "tracking.uri=sqlite:///other.db")
     assert (other.rc, "other.db does not hold its run" in other.stderr) == (2, True)
-    done = main(f"sweep.resume={folder}")
-    assert done.rc == 0, done.stderr
-    assert f"continues the sweep in sqlite:///{lab}/mlflow.db" in done.stdout
+    main(f"sweep.resume={folder}").check_ok(f"continues the sweep in sqlite:///{lab}/mlflow.db")
     assert not (lab / "outputs" / "mlflow.db").exists()
     assert "3 of 3 jobs finished" in (folder / "report.md").read_text()
     sweep_id = json.loads((folder / "sweep.json").read_text())["id"]
@@ -188,7 +155,6 @@ def test_a_search_finds_its_trials_again(main, tmp_path):
     (folder,) = tmp_path.glob("outputs/sweeps/*")
     best = (folder / "optimization_results.yaml").read_text()
     shutil.rmtree(folder / "2")
-    done = main(f"sweep.resume={folder}")
-    assert done.rc == 0, done.stderr
+    done = main(f"sweep.resume={folder}").check_ok()
     assert done.stdout.count("finished before") == 2
     assert (folder / "optimization_results.yaml").read_text() == best

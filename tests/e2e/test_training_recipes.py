@@ -53,8 +53,7 @@ def test_the_yamls_of_the_page_have_their_effect(runs, tmp_path, group, name, te
 
 def test_a_sweep_over_a_recipe_names_its_jobs_as_they_were_typed(runs, tmp_path):
     swept = "optimizer.no_decay_on=norms_and_biases,null"
-    done = runs(f"-m hydra/launcher=basic {swept} model=mlp model.hidden=[8]")
-    assert done.rc == 0, done.stderr
+    done = runs(f"-m hydra/launcher=basic {swept} model=mlp model.hidden=[8]").check_ok()
     overrides = [result["overrides"] for result in job_results(tmp_path)]
     assert "optimizer.no_decay_on=norms_and_biases" in overrides[0]
     assert "optimizer.no_decay_on=null" in overrides[1]

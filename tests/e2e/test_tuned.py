@@ -18,8 +18,7 @@ COMPILED = ("model.dropout=0", "train.compile=regional")
 
 def run(main, name, *args):
     """Its result and its last weights."""
-    done = main(*GPT, f"hydra.run.dir={name}", *args)
-    assert done.rc == 0, done.stderr
+    main(*GPT, f"hydra.run.dir={name}", *args).check_ok()
     (saved,) = Path(name).glob("checkpoints/step-*.pt")
     model = torch.load(saved, weights_only=True)["model"]
     return json.loads((Path(name) / "result.json").read_text()), model
@@ -74,8 +73,7 @@ def test_compiled_blocks(main, monkeypatch):
 def compiled(cli):
     """A run with compiled blocks, in a process of its own: torch warns while it compiles, which is
     no error there."""
-    done = cli(*GPT, *COMPILED, "hydra.run.dir=compiled")
-    assert done.rc == 0, done.stderr
+    cli(*GPT, *COMPILED, "hydra.run.dir=compiled").check_ok()
 
 
 @pytest.mark.slow
@@ -92,8 +90,7 @@ def test_the_rounding_of_compiled_code_is_named_everywhere(main, monkeypatch):
     """
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
     typed = "-m precision=bf16-true train.compile_rounding=eager,fused hydra/launcher=basic"
-    done = main(*GPT, *COMPILED, *typed.split(), "hydra.sweep.dir=swept")
-    assert done.rc == 0, done.stderr
+    main(*GPT, *COMPILED, *typed.split(), "hydra.sweep.dir=swept").check_ok()
     roundings = ("eager", "fused")
     for job, rounding in enumerate(roundings):
         folder = Path("swept") / str(job)
@@ -131,6 +128,5 @@ def test_no_loading_process_outlives_its_run(own):
     before = set(psutil.Process().children(recursive=True))
     typed = ("data=mine", "train.num_workers=2", "train.epochs=2", "train.max_steps=null")
     for more in (["hydra.run.dir=first"], ["mode=evaluate", "checkpoint=first"]):
-        done = own(*typed, *more)
-        assert done.rc == 0, done.stderr
+        own(*typed, *more).check_ok()
         assert set(psutil.Process().children(recursive=True)) <= before

@@ -23,8 +23,7 @@ SHORT = ("train.max_steps=2", "train.batch_size=8", "debug.overfit=16", "trackin
 def test_the_commands_of_the_page_run_one_after_another(main, tmp_path, monkeypatch):
     tiny_models.build("gpt2").save_pretrained(tmp_path / "models" / "tiny")
     for command in re.findall(r"^    python -m runner (.*)$", PAGE, re.MULTILINE):
-        done = main(*shlex.split(command), *SHORT)
-        assert done.rc == 0, done.stderr
+        main(*shlex.split(command), *SHORT).check_ok()
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(from transformers.*?)```", PAGE, re.DOTALL)
     exec(code, {})
@@ -35,8 +34,7 @@ def trained(tmp_path_factory, inside):
     """Folder of a run that left model.safetensors."""
     folder = tmp_path_factory.mktemp("trained")
     with inside(folder) as main:
-        done = main(*MLP, "checkpoint.safetensors=true", "hydra.run.dir=run")
-    assert done.rc == 0, done.stderr
+        main(*MLP, "checkpoint.safetensors=true", "hydra.run.dir=run").check_ok()
     return folder / "run"
 
 
@@ -88,9 +86,7 @@ def test_a_runs_own_checkpoint_can_be_tuned_to_other_classes(runs, trained):
 
 def test_a_plan_compares_names_without_training(runs, trained):
     typed = f"mode=plan init.weights={trained}/model.safetensors"
-    done = runs(typed)
-    assert done.rc == 0, done.stderr
-    assert "weights: 4 of 4 tensors" in done.stdout
+    runs(typed).check_ok("weights: 4 of 4 tensors")
     assert "of another shape" in runs.fail(f"{typed} model.hidden=[32]")
 
 
@@ -111,8 +107,7 @@ def test_a_fresh_head_that_an_adapter_freezes_is_warned_of(runs, trained):
 
 def test_the_jobs_of_a_sweep_start_from_one_file(runs, trained):
     start = f"init.weights={trained}/model.safetensors"
-    done = runs(f"-m hydra/launcher=basic {start} precision=32-true,bf16-true")
-    assert done.rc == 0, done.stderr
+    runs(f"-m hydra/launcher=basic {start} precision=32-true,bf16-true").check_ok()
     logs = [path.read_text() for path in Path().glob("outputs/sweeps/*/*/log.txt")]
     assert ["weights: 4 of 4 tensors" in text for text in logs] == [True, True]
 
@@ -262,8 +257,7 @@ def test_a_run_starts_from_the_folder_of_another(tuned, main, tmp_path):
 def test_a_model_that_computes_its_loss_is_in_mlflow_without_labels(main, tmp_path, empty_store):
     uri = empty_store(tmp_path / "mlflow.db")
     words = tiny_models.typed("gpt2", tmp_path)
-    done = main(*words, "train.max_steps=1", "task=model_loss", f"tracking.uri={uri}")
-    assert done.rc == 0, done.stderr
+    done = main(*words, "train.max_steps=1", "task=model_loss", f"tracking.uri={uri}").check_ok()
     assert "not in MLflow" not in done.stdout
     program = torch.export.load(only_run(tmp_path) / "model" / "model.pt2").module()
     fields = {name: t for name, t in tiny_models.batches("gpt2")[0].items() if name != "labels"}

@@ -28,8 +28,7 @@ def record(tmp_path_factory, inside, result, empty_store):
         folder = tmp_path_factory.mktemp("recorded")
         uri = empty_store(folder / "mlflow.db")
         with inside(folder) as main:
-            done = main(*arguments, f"tracking.uri={uri}")
-        assert done.rc == 0, done.stderr
+            done = main(*arguments, f"tracking.uri={uri}").check_ok()
         outcome = result(folder)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("warnings.filters", [("ignore", None, Warning, None, 0)])

@@ -39,8 +39,7 @@ def test_a_run_trains_resumes_and_is_evaluated(name, main, tmp_path):
         ([*trained, half], "whole"),  # a resumed run continues in its folder
         (["mode=evaluate", "checkpoint.path=whole", "hydra.run.dir=evaluated"], "evaluated"),
     ):
-        done = main(*typed, *more)
-        assert done.rc == 0, done.stderr
+        main(*typed, *more).check_ok()
         result = json.loads((tmp_path / folder / "result.json").read_text())
         losses.append(result["metrics"]["val/loss"])
     assert len(set(losses)) == 1

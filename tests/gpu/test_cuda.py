@@ -64,7 +64,7 @@ def test_records_of_a_block_do_not_wait_for_what_comes_after_it():
 def test_an_overflow_is_skipped_on_the_device(optimizer):
     state = train_state("16-mixed", optimizer)
     train_step(state, [batch()])
-    state.scale._scale.fill_(2.0**40)
+    state.scale.load_state_dict({**state.scale.state_dict(), "scale": 2.0**40})
     before = [p.detach().clone() for p in state.trainable_parameters]
     pending = train_step(state, [batch()])
     state.optimizers[0].advance_schedule()

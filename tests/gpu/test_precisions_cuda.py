@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from precision_models import UNIT
 
 from models.gpt import GPT
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -15,27 +16,11 @@ from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
 
 pytestmark = [pytest.mark.gpu, pytest.mark.imitated]
-# The largest relative rounding error of one number: see tests/precision/test_numerics.py.
-UNIT = {
-    "64-true": 2**-21,
-    "32-true": 2**-21,
+# The bounds of a CPU, but for these precisions, whose kernels on CUDA are others.
+CUDA_UNIT = UNIT | {
     "tf32": 2**-10,
-    "bf16-mixed": 2**-8,
-    "bf16-true": 2**-8,
-    "16-mixed": 2**-11,
-    "16-true": 2**-11,
-    "bnb-nf4": 0.138,
-    "bnb-nf4-dq": 0.138,
-    "bnb-fp4": 0.167,
-    "bnb-fp4-dq": 0.167,
-    "bnb-int8": 1 / 127 + 2**-8,
-    "bnb-int8-training": 1 / 127 + 2**-8,
-    "int4": 1 / 15,
-    "qat-int4": 1 / 15,
-    "int8": 1 / 127,
-    "qat-int8": 1 / 127,
-    "nvfp4": 2**-2,
-    "qat-nvfp4": 2**-2,
+    **dict.fromkeys(("bnb-int8", "bnb-int8-training"), 1 / 127 + 2**-8),
+    **dict.fromkeys(("int8", "qat-int8"), 1 / 127),
 }
 FP8 = ("float8-", "torchao-", "transformer-engine")
 DEVICE = torch.device("cuda", 0)
@@ -71,7 +56,7 @@ def reference():
 @pytest.mark.parametrize("name", registry.precision_names())
 def test_a_precision_trains_from_float32s_loss_and_an_odd_last_batch_never_fails(name, reference):
     state = state_of(name)
-    unit = 2**-4 if name.startswith(FP8) else UNIT[name]
+    unit = 2**-4 if name.startswith(FP8) else CUDA_UNIT[name]
     with state.precision.session(state.model, DEVICE):
         with DtypeProbe(state.model) as probe:
             pending = [train_step(state, [batch(8)])]

@@ -9,15 +9,9 @@ import pytest
 
 pytestmark = [pytest.mark.gpu]
 TYPED = (
-    "model=gpt",
-    "data=text",
-    "train.batch_size=8",
-    "train.max_steps=4",
-    "train.eval_every=4",
-    "tracking=none",
-    "optimizer=sgd",
-    "optimizer.lr=0.1",
-)
+    "model=gpt data=text train.batch_size=8 train.max_steps=4 train.eval_every=4 "
+    "tracking=none optimizer=sgd optimizer.lr=0.1"
+).split()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])

@@ -14,6 +14,7 @@ import timm
 import torch
 import torchvision
 import transformers
+from tiny_configs import GPT2_SIZES, LAYERS, T5_SIZES, TEXT
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -81,33 +82,11 @@ class Segmentation(Task):
         return {"val/loss": mean(*totals)}
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
-TRANSFORMER = {**SIZES, "vocab_size": TOKENS, "max_position_embeddings": 32}
+TRANSFORMER = {**TEXT, "vocab_size": TOKENS}
 STARTS_AT_0 = {"decoder_start_token_id": 0, "use_cache": False}
-GPT2 = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 32,
-    "vocab_size": TOKENS,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "use_cache": False,
-}
-T5 = {
-    "d_model": 32,
-    "d_kv": 16,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 2,
-    "vocab_size": TOKENS,
-    **STARTS_AT_0,
-}
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {**GPT2_SIZES, **ENDS, "vocab_size": TOKENS, "use_cache": False}
+T5 = {**T5_SIZES, "vocab_size": TOKENS, **STARTS_AT_0}
 WHISPER = {
     "vocab_size": TOKENS,
     "d_model": 32,
@@ -205,7 +184,7 @@ class Architecture:
     task: str
 
 
-VIT = {**SIZES, "image_size": 32, "patch_size": 8, "num_labels": CLASSES}
+VIT = {**LAYERS, "image_size": 32, "patch_size": 8, "num_labels": CLASSES}
 SMALL_SWIN = {"embed_dim": 16, "depths": (1, 2), "num_heads": (1, 2)}
 SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 TEXT_MODELS = {

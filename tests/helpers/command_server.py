@@ -28,34 +28,16 @@ from forked_process import STATUS, ForkedProcess, Server
 from process_request import Request
 
 MODULES = (
-    "IPython",
-    "aiohttp",
-    "flask",
-    "importlib_metadata",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.backends.backend_svg",
-    "matplotlib.figure",
-    # Not mlflow.server, which reads variables as it is imported, nor uvicorn: it looks for that.
-    "mlflow.pyfunc",
-    "mlflow.store.tracking.sqlalchemy_store",
-    "mlflow.tracking.request_header.registry",
-    "networkx",
-    "runner.cli.main",
-    "runner.modes.run",
-    "runner.modes.train",
-    "runner.sweeps.advisor.trials",
-    "runner.sweeps.hydra_callback",
-    "runner.sweeps.launcher.job_main",
-    "runner.sweeps.sweep",
-    "runner.tracking.writer.uploader",
-    "sklearn.datasets",
-    "sklearn.model_selection",
-    "sqlalchemy.dialects.sqlite",
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "torch.distributed.launcher.api",
-    "torch.export",
-)
+    "IPython aiohttp flask importlib_metadata matplotlib.backends.backend_agg "
+    "matplotlib.backends.backend_svg matplotlib.figure mlflow.pyfunc "
+    "mlflow.store.tracking.sqlalchemy_store mlflow.tracking.request_header.registry "
+    "networkx runner.cli.main runner.modes.run runner.modes.train "
+    "runner.sweeps.advisor.trials runner.sweeps.hydra_callback "
+    "runner.sweeps.launcher.job_main runner.sweeps.sweep "
+    "runner.tracking.writer.uploader sklearn.datasets sklearn.model_selection "
+    "sqlalchemy.dialects.sqlite torch._dynamo torch._functorch.aot_autograd "
+    "torch.distributed.launcher.api torch.export"
+).split()
 """What the server imports; a name that leads nowhere costs time, nothing else."""
 _FIRST_MOVED_FD = 512
 _register_exit_function = atexit.register

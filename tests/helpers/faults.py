@@ -76,6 +76,13 @@ class Trainer:
         assert self.process.returncode == 0, stderr
         return json.loads(stdout), stderr
 
+    def ended(self, complete=True):
+        """Ask the trainer to end, and wait; check whether the store has all. As result returns."""
+        self.stop()
+        done, stderr = self.result()
+        assert done["complete"] == complete, stderr
+        return done, stderr
+
 
 def progress_of(folder):
     """Return the upload state of a run's journal."""

@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 import torch
+from tiny_configs import tiny_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 IGNORED, VOCAB, LONGEST = -100, 13, 9
 
@@ -16,21 +17,8 @@ class GPT2(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.gpt = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCAB,
-                n_positions=LONGEST,
-                n_embd=width,
-                n_layer=1,
-                n_head=2,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                attn_implementation="eager",
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
+        sizes = {"vocab_size": VOCAB, "n_positions": LONGEST, "n_embd": width, "n_layer": 1}
+        self.gpt = GPT2LMHeadModel(tiny_config("gpt2", **sizes, attn_implementation="eager"))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in self.gpt.parameters():

@@ -1,7 +1,11 @@
 """Write a user's files, and find what commands write under outputs/."""
 
 import json
+import shutil
 from pathlib import Path
+
+FILES = Path(__file__).parent / "files"
+"""Folders of users: tests copy them."""
 
 
 def write_files(folder, files):
@@ -11,6 +15,19 @@ def write_files(folder, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
+
+
+def copy_files(name, folder):
+    """Copy a tree of files/ into a folder, and return the folder."""
+    shutil.copytree(
+        FILES / name, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+    )
+    return folder
+
+
+def write_lab(folder):
+    """Write a user's code and configs, lab/, into a folder, and return the folder."""
+    return copy_files("lab", folder)
 
 
 def only_run(folder):
@@ -36,3 +53,13 @@ def job_results(folder, sweeps="outputs/sweeps/*"):
     paths = Path(folder).glob(f"{sweeps}/*/result.json")
     in_order = sorted(paths, key=lambda path: int(path.parent.name))
     return [json.loads(path.read_text()) for path in in_order]
+
+
+def cut_run(folder, copy, step):
+    """Copy a run's folder as a run would have left it that died after a step; return the copy."""
+    shutil.copytree(folder, copy)
+    (copy / "result.json").unlink()
+    for path in copy.glob("checkpoints/step-*.pt"):
+        if int(path.stem.removeprefix("step-")) > step:
+            path.unlink()
+    return copy

@@ -62,6 +62,38 @@ def are_equal(some, others):
     return all(torch.equal(one, other) for one, other in pairs)
 
 
+def tensors_in(value, path=""):
+    """Return all tensors of nested mappings and lists by their paths."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    children = value if isinstance(value, dict) else {}
+    if isinstance(value, list | tuple):
+        children = dict(enumerate(value))
+    found = {}
+    for key, child in children.items():
+        found |= tensors_in(child, f"{path}.{key}")
+    return found
+
+
+def bits_of(tensor):
+    """Return the bytes of a tensor's numbers; of a packed one's, which they stand for."""
+    is_packed = type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize")
+    plain = tensor.dequantize() if is_packed else tensor
+    return plain.detach().contiguous().flatten().view(torch.uint8)
+
+
+def check_same_checkpoints(one, other):
+    """Check that the contents of two checkpoints are of the same step and equal bit by bit."""
+    first, second = tensors_in(one), tensors_in(other)
+    assert first.keys() == second.keys()
+    assert any(name.startswith(".model.") for name in first)
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(bits_of(tensor), bits_of(second[name])), name
+    for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
+        assert one.get(key) == other.get(key), key
+
+
 def measure_step(state, micros):
     """Return what the probe of numerics measures in a step."""
     found = []

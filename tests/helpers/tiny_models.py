@@ -9,62 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_configs import VOCABULARY, tiny_config, tiny_settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCABULARY, LENGTH, EXAMPLES, CLASSES = 96, 12, 12, 4
+LENGTH, EXAMPLES, CLASSES = 12, 12, 4
 IGNORED = -100
 BATCH = 4
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT = {**SIZES, "intermediate_size": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-BERT = {"model_type": "bert", **TEXT, **NO_DROPOUT}
-MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": (
-        "causal_lm",
-        {
-            "model_type": "gpt2",
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_positions": 32,
-            "vocab_size": VOCABULARY,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        },
-    ),
-    "llama": ("causal_lm", {"model_type": "llama", **TEXT}),
-    "bert-masked": ("masked_lm", BERT),
-    "bert-sequence": ("sequence_classification", BERT),
-    "bert-token": ("token_classification", BERT),
-    "t5": (
-        "seq2seq_lm",
-        {
-            "model_type": "t5",
-            "d_model": 32,
-            "d_ff": 64,
-            "d_kv": 16,
-            "num_layers": 2,
-            "num_heads": 2,
-            "vocab_size": VOCABULARY,
-            "decoder_start_token_id": 0,
-            "dropout_rate": 0.0,
-        },
-    ),
-    "vit": (
-        "image_classification",
-        {
-            "model_type": "vit",
-            **SIZES,
-            **NO_DROPOUT,
-            "intermediate_size": 64,
-            "image_size": 32,
-            "patch_size": 8,
-        },
-    ),
+MODELS: Mapping[str, tuple[str, str]] = {
+    "gpt2": ("causal_lm", "gpt2"),
+    "llama": ("causal_lm", "llama"),
+    "bert-masked": ("masked_lm", "bert"),
+    "bert-sequence": ("sequence_classification", "bert"),
+    "bert-token": ("token_classification", "bert"),
+    "t5": ("seq2seq_lm", "t5"),
+    "vit": ("image_classification", "vit"),
 }
-"""Kind and config of transformers' models, by name."""
+"""Kind and model_type of transformers' models, by name."""
 TIMM: Mapping[str, tuple[str, dict[str, Any]]] = {
     "timm-resnet": ("resnet10t", {"channels": [16, 16, 32, 32], "stem_width": 16}),
     "timm-vit": (
@@ -142,9 +103,9 @@ def typed(name, folder) -> list[str]:
             "data.meta.input=[3,32,32]",
             f"data.meta.classes={CLASSES}",
         ]
-    kind, settings = MODELS[name]
+    kind, model_type = MODELS[name]
     config = folder / f"{name}.json"
-    config.write_text(json.dumps(settings))
+    config.write_text(json.dumps(tiny_settings(model_type)))
     words += ["model=hf", f"model.kind={kind}", f"model.config={config}"]
     return [*words, f"model.classes={CLASSES}"] if "classification" in kind else words
 
@@ -161,10 +122,9 @@ def build(name: str) -> nn.Module:
 
     from runner.models.huggingface import AUTO_CLASSES
 
-    kind, settings = MODELS[name]
+    kind, model_type = MODELS[name]
     labels = {"num_labels": CLASSES} if "classification" in kind else {}
-    keys = {key: value for key, value in settings.items() if key != "model_type"}
-    config = transformers.AutoConfig.for_model(settings["model_type"], **keys, **labels)
+    config = tiny_config(model_type, **labels)
     # As model=hf and transformers' Trainer do: a cache lays T5's keys out in another order, which
     # moves last bits.
     config.use_cache = False

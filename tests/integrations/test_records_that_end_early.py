@@ -61,8 +61,7 @@ def test_an_outage_of_the_store_costs_no_step_and_sync_uploads_the_rest(lab, mai
     assert lab.result().run_id is None
     assert lab.stored() == []
     store = f"sqlite:///{lab.folder}/outputs/mlflow.db"
-    done = main("sync", f"tracking.uri={store}")
-    assert done.rc == 0, done.stdout + done.stderr
+    main("sync", f"tracking.uri={store}").check_ok()
     (stored,) = lab.stored()
     assert (stored.status, stored.name) == ("FINISHED", "32-true accelerate")
     result = SimpleNamespace(run_id=stored.id)

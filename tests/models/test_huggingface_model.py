@@ -4,19 +4,12 @@ import shutil
 
 import pytest
 import torch
+from tiny_configs import tiny_settings
 
 from runner.models.huggingface import huggingface
 from runner.training.model import starts_random
 
-GPT2 = {
-    "model_type": "gpt2",
-    "n_layer": 1,
-    "n_embd": 8,
-    "n_head": 2,
-    "vocab_size": 20,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+GPT2, BERT, T5 = (tiny_settings(kind) for kind in ("gpt2", "bert", "t5"))
 QWEN = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 1,
@@ -26,24 +19,6 @@ QWEN = {
     "num_experts_per_tok": 1,
     "vocab_size": 20,
     "hidden_size": 16,
-}
-BERT = {
-    "model_type": "bert",
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 20,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-}
-T5 = {
-    "model_type": "t5",
-    "num_layers": 1,
-    "num_heads": 2,
-    "vocab_size": 20,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 16,
-    "decoder_start_token_id": 0,
 }
 
 
@@ -99,7 +74,7 @@ def test_keys_and_values_are_kept_only_where_that_was_typed(kind, config):
 def test_a_file_of_another_version_may_have_further_keys(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("".join(f"{key}: {value}\n" for key, value in GPT2.items()) + "old: 1\n")
-    assert huggingface("causal_lm", config=str(file)).config.n_embd == 8
+    assert huggingface("causal_lm", config=str(file)).config.n_embd == 32
     file.write_text("a: [1")
     with pytest.raises(ValueError, match=r"config.yaml cannot be read: while parsing"):
         huggingface("causal_lm", config=str(file))
@@ -117,11 +92,11 @@ def test_a_head_for_other_classes_starts_with_random_weights(folder):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"config": {"hidden_size": 32}}, "has weights of other sizes than the model's config"),
-        ({"config": {"num_hidden_layers": 2}}, "lacks weights that the model's config asks for"),
+        ({"config": {"hidden_size": 64}}, "has weights of other sizes than the model's config"),
+        ({"config": {"num_hidden_layers": 3}}, "lacks weights that the model's config asks for"),
         ({"config": {"hidden_sise": 32}}, "Close matches: hidden_size"),
         ({"classes": 0}, "classes=0 is no number of logits. Allowed: 1 and up"),
-        ({"classes": 3, "config": {"hidden_size": 32}}, "has weights of other sizes"),
+        ({"classes": 3, "config": {"hidden_size": 64}}, "has weights of other sizes"),
     ],
 )
 def test_pretrained_weights_are_never_dropped_silently(folder, settings, said):

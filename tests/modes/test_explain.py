@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from refusals import message_table
 
 GPT = "model=gpt data=synthetic_tokens model.layers=2 model.width=32 train.batch_size=4"
 HF = (
@@ -17,7 +18,6 @@ MIXTURE = (
     "train.batch_size=4"
 )
 RESNET = "model=resnet data=digits train.batch_size=4"
-EMULATED = "precision.emulate=true"
 
 
 def cells(text, first):
@@ -26,82 +26,46 @@ def cells(text, first):
     return next(row[1:] for row in rows if row[0] == first)
 
 
-@pytest.mark.parametrize(
-    ("command", "row", "line"),
-    [
-        pytest.param(
-            f"blocks.0.attention.qkv precision=bf16-mixed {GPT}",
-            "Linear, float32, float32, bfloat16, bfloat16, float32, -",
-            "precision=bf16-mixed converts no modules",
-            id="autocast",
-        ),
-        pytest.param(
-            f"layer1.0.conv1 precision=16-mixed {RESNET}",
-            "Conv2d, float32, float16, float16, float16, float32, -",
-            "first batch of 4, weights of seed 0: loss ",
-            id="a convolution",
-        ),
-        pytest.param(
-            f"transformer.h.0.attn.c_attn precision=bnb-nf4 {HF}",
-            "Linear4bit, float32 nf4, float32, bfloat16, float32, float32, from Conv1D",
-            "",
-            id="a Hugging Face model in 4 bits",
-        ),
-        pytest.param(
-            f"blocks.1.expand.base_layer precision=bnb-nf4 adapter=lora {GPT}",
-            "Linear4bit, float32 nf4, float32, bfloat16, float32, , from Linear",
-            "",
-            id="an adapter",
-        ),
-        pytest.param(
-            f"blocks.0.expand.base_layer precision=int4 adapter=lora {GPT}",
-            "QuantizedLinear, float32 int4-32, float32, float32, float32, , from Linear",
-            "",
-            id="codes",
-        ),
-        pytest.param(
-            f"head precision=bnb-int8 {GPT}",
-            "Linear, float32, float32, bfloat16, bfloat16, float32, "
-            "no: shares a parameter with token_embedding",
-            "",
-            id="not converted",
-        ),
-        pytest.param(
-            f"blocks.1.expand precision=float8-tensorwise {EMULATED} {GPT}",
-            "Float8Linear, float32, float32, float8_e4m3fn, bfloat16, float32, from Linear",
-            "emulated (FP8 in linear layers, bfloat16 elsewhere)",
-            id="FP8 of torchao",
-        ),
-        pytest.param(
-            f"blocks.1.attention.qkv precision=16-true precision.keep_fp32=[blocks.1] {GPT}",
-            "Linear, float32, float32, float32, float32, float32, "
-            "no: kept in float32 by precision.keep_fp32",
-            "",
-            id="in float32",
-        ),
-        pytest.param(
-            "body.3 data=digits ~model +model._target_=nets.Mixes precision=bnb-nf4 "
-            "precision.experts=[*.second]",
-            "Mixture, float32 nf4, float32, bfloat16, float32, float32, "
-            "yes: first, second (in part, for its forward uses table in mean,",
-            "",
-            id="a stack that is no experts'",
-        ),
-    ],
-)
-def test_the_row_of_a_module(main, tmp_path, command, row, line):
-    done = main("explain", *command.split())
-    assert done.rc == 0, done.stderr
-    name = command.split()[0]
-    assert ", ".join(cells(done.stdout, name)) == row
-    assert line in done.stdout
+ROWS = message_table(f"""
+blocks.0.attention.qkv precision=bf16-mixed {GPT} =>
+    Linear, float32, float32, bfloat16, bfloat16, float32, -
+    precision=bf16-mixed converts no modules
+layer1.0.conv1 precision=16-mixed {RESNET} =>
+    Conv2d, float32, float16, float16, float16, float32, -
+    first batch of 4, weights of seed 0: loss
+transformer.h.0.attn.c_attn precision=bnb-nf4 {HF} =>
+    Linear4bit, float32 nf4, float32, bfloat16, float32, float32, from Conv1D
+blocks.1.expand.base_layer precision=bnb-nf4 adapter=lora {GPT} =>
+    Linear4bit, float32 nf4, float32, bfloat16, float32, , from Linear
+blocks.0.expand.base_layer precision=int4 adapter=lora {GPT} =>
+    QuantizedLinear, float32 int4-32, float32, float32, float32, , from Linear
+head precision=bnb-int8 {GPT} =>
+    Linear, float32, float32, bfloat16, bfloat16, float32, no: shares a parameter with \
+token_embedding
+blocks.1.expand precision=float8-tensorwise precision.emulate=true {GPT} =>
+    Float8Linear, float32, float32, float8_e4m3fn, bfloat16, float32, from Linear
+    emulated (FP8 in linear layers, bfloat16 elsewhere)
+blocks.1.attention.qkv precision=16-true precision.keep_fp32=[blocks.1] {GPT} =>
+    Linear, float32, float32, float32, float32, float32, no: kept in float32 by \
+precision.keep_fp32
+body.3 data=digits ~model +model._target_=nets.Mixes precision=bnb-nf4 \
+precision.experts=[*.second] =>
+    Mixture, float32 nf4, float32, bfloat16, float32, float32, yes: first, second (in part, for \
+its forward uses table in mean,
+""")
+
+
+@pytest.mark.parametrize(("command", "parts"), ROWS)
+def test_the_row_of_a_module(main, tmp_path, command, parts):
+    row, *lines = parts
+    done = main("explain", *command.split()).check_ok(*lines)
+    assert ", ".join(cells(done.stdout, command.split()[0])) == row
     assert not (tmp_path / "outputs" / "mlflow.db").exists()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "qat-int4"])
 def test_the_expert_that_a_format_hurts_most_is_named(main, precision):
-    done = main("explain", "*.mlp", f"precision={precision}", *MIXTURE.split())
-    assert done.rc == 0, done.stderr
+    done = main("explain", "*.mlp", f"precision={precision}", *MIXTURE.split()).check_ok()
     matrix = r"model\.layers\.0\.mlp\.experts\.(gate_up|down)_proj\[\d\] most: SQNR 3\d\.\d dB"
     assert re.search(f"float8_e4m3fn hurts the weight of expert {matrix}", done.stdout)
     assert "type precision.ignore_modules=[model.layers.0.mlp.experts]" in done.stdout
@@ -110,16 +74,14 @@ def test_the_expert_that_a_format_hurts_most_is_named(main, precision):
 
 
 def test_the_row_of_experts_stands_for_what_they_hold(main):
-    done = main("explain", "*.experts.act_fn", "precision=bnb-nf4", *MIXTURE.split())
-    assert done.rc == 0, done.stderr
+    done = main("explain", "*.experts.act_fn", "precision=bnb-nf4", *MIXTURE.split()).check_ok()
     _, stores, _, computes, *_ = cells(done.stdout, "model.layers.0.mlp.experts")
     assert (stores, computes) == ("nf4", "bfloat16")
 
 
 def test_modules_that_store_nothing_and_do_not_run_have_no_row(main):
     """The model calls the blocks that the list holds."""
-    done = main("explain", "blocks", "precision=bnb-nf4", *GPT.split())
-    assert done.rc == 0, done.stderr
+    done = main("explain", "blocks", "precision=bnb-nf4", *GPT.split()).check_ok()
     for name in ("blocks.0.contract", "blocks.1.contract"):
         assert cells(done.stdout, name)[-1] == "from Linear"
     with pytest.raises(StopIteration):
@@ -138,8 +100,5 @@ def test_modules_that_store_nothing_and_do_not_run_have_no_row(main):
     ],
 )
 def test_wrong_input_gets_one_message(main, command, message):
-    done = main("explain", *command.split())
-    assert done.rc == 2
-    assert message in done.stderr
+    done = main("explain", *command.split()).check_refused(message)
     assert done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr

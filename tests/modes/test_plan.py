@@ -35,8 +35,7 @@ def plan(main):
     """What mode=plan prints for these words."""
 
     def printed(words):
-        done = main("mode=plan", *words.split())
-        assert done.rc == 0, done.stderr
+        done = main("mode=plan", *words.split()).check_ok()
         return done.stdout
 
     return printed
@@ -111,8 +110,7 @@ def test_any_kind_of_optimizer(plan, optimizer, bytes_of_an_element):
 
 def test_what_a_run_would_refuse_is_refused(main):
     for bad in ("precision.keep_fp32=[nothing]", "optimizer=lbfgs"):
-        done = main("mode=plan", "precision=16-mixed", "model=mlp", bad)
-        assert done.rc == 2
+        done = main("mode=plan", "precision=16-mixed", "model=mlp", bad).check_refused()
         assert done.stderr.startswith("error: ")
 
 

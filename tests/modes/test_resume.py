@@ -2,11 +2,12 @@
 
 import math
 import random
-import shutil
 
 import numpy as np
 import pytest
 import torch
+from run_folders import cut_run
+from states import check_same_checkpoints
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -24,6 +25,7 @@ QUICK = (
     " checkpoint.keep=99 tracking=none"
 )
 MLP = "model=mlp model.hidden=[32]"  # a width that NVFP4 takes
+OVERFLOWS = "precision.loss_scale.init_scale=1e9 precision.loss_scale.growth_interval=3"
 GPT = (
     "model=gpt model.layers=1 model.width=16 model.heads=2 model.dropout=0.2 optimizer=adamw"
     " data=synthetic_tokens data.count=80 data.context=8"
@@ -76,40 +78,6 @@ def records(monkeypatch):
     return seen
 
 
-def cut(folder, step):
-    """Leaves a run's folder as a run that died after this step would."""
-    (folder / "result.json").unlink()
-    for path in folder.glob("checkpoints/step-*.pt"):
-        if int(path.stem.removeprefix("step-")) > step:
-            path.unlink()
-
-
-def tensors(value, prefix=""):
-    if isinstance(value, torch.Tensor):
-        yield prefix, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors(item, f"{prefix}.{key}")
-    elif isinstance(value, list | tuple):
-        for key, item in enumerate(value):
-            yield from tensors(item, f"{prefix}.{key}")
-
-
-def bits(tensor):
-    is_packed = type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize")
-    plain = tensor.dequantize() if is_packed else tensor
-    return plain.detach().contiguous().flatten().view(torch.uint8)
-
-
-def same_numbers(one, other):
-    first, second = dict(tensors(one)), dict(tensors(other))
-    assert first.keys() == second.keys()
-    assert any(".model." in f".{name}" for name in first)
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype, name
-        assert torch.equal(bits(tensor), bits(second[name])), name
-
-
 @pytest.fixture
 def check(main, compose, records, tmp_path):
     """Compare a run with one that is interrupted at each of some steps, and resumed."""
@@ -121,77 +89,51 @@ def check(main, compose, records, tmp_path):
         run(spec, folder, Invocation(overrides=tuple(typed)))
         whole, end = [*records], checkpoint_file.load(locate.find_checkpoint(str(folder)))
         for step in steps:
-            copy = tmp_path / f"cut-{step}"
-            shutil.copytree(folder, copy)
-            cut(copy, step)
+            copy = cut_run(folder, tmp_path / f"cut-{step}", step)
             records.clear()
-            done = main(f"checkpoint.resume={copy}")
-            assert done.rc == 0, done.stderr
-            assert f"resumed at step {step} of 12" in done.stdout
+            main(f"checkpoint.resume={copy}").check_ok(f"resumed at step {step} of 12")
             after = [r for r in whole if r.step > step]
             assert repr(records) == repr(after)  # a NaN is itself
             again = checkpoint_file.load(locate.find_checkpoint(str(copy)))
-            same_numbers(end, again)
-            for key in ("step", "epoch", "position", "loss_scale", "schedulers", "metrics"):
-                assert again[key] == end[key]
+            check_same_checkpoints(end, again)
 
     return compare
 
 
-SMALL_SCALE = "precision.loss_scale.init_scale=1e9 precision.loss_scale.growth_interval=3"
+TEXT = {
+    "dropout": "",
+    "dora": "precision=16-mixed adapter=lora adapter.use_dora=true adapter.dropout=0.1",
+    "loftq": "precision=bnb-nf4 adapter=lora adapter.init=loftq adapter.rank=2",
+}
+MORE_TEXT = {
+    "dropout in float16": "precision=16-mixed",
+    "packed in 4 bits": "precision=bnb-nf4 adapter=lora",
+    "packed in 8 bits": "precision=bnb-int8 adapter=lora",
+    "pissa": "adapter=lora adapter.init=pissa adapter.rank=2",
+    "olora": (
+        "precision=bf16-true adapter=lora adapter.init=olora adapter.use_rslora=true adapter.rank=2"
+    ),
+    "pissa niter": "adapter=lora adapter.use_dora=true adapter.init=pissa_niter_16 adapter.rank=2",
+}
+ROWS = {
+    # Every precision's: tests/e2e/test_precisions.py; every schedule's and optimizer's: the tests
+    # of resume_halfway in tests/training.
+    "loss scale": ((7,), f"{MLP} precision=16-mixed {OVERFLOWS}"),
+    "int8": ((7,), f"{MLP} precision=bnb-int8-training"),
+    "optimizer": ((5,), f"{MLP} optimizer=adamw8bit scheduler=onecycle precision=bf16-true"),
+    "noise": ((1, 5), f"{OWN} train.accumulate=2"),
+    "noise in workers": ((1, 5), f"{OWN} train.accumulate=2 train.num_workers=2"),
+    **{name: ((4,), f"{GPT} {words}") for name, words in TEXT.items()},
+}
+MORE_ROWS = {name: ((4,), f"{GPT} {words}") for name, words in MORE_TEXT.items()}
 
 
-def more(*words):
-    """A further example of what another row shows."""
-    return pytest.param(*words, marks=pytest.mark.extended)
+@pytest.mark.parametrize(("steps", "words"), ROWS.values(), ids=ROWS)
+def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(steps, words, check):
+    check(steps, words)
 
 
-# Every precision's: tests/e2e/test_precisions.py.
-@pytest.mark.parametrize(
-    ("precision", "words"), [("16-mixed", SMALL_SCALE), ("bnb-int8-training", "")]
-)
-def test_a_precision_resumes_bit_by_bit(precision, words, check):
-    check((7,), f"{MLP} precision={precision} {words}")
-
-
-@pytest.mark.parametrize(
-    ("precision", "words"),
-    [
-        ("32-true", ""),
-        ("16-mixed", "adapter=lora adapter.use_dora=true adapter.dropout=0.1"),
-        ("bnb-nf4", "adapter=lora adapter.init=loftq adapter.rank=2"),
-        more("16-mixed", ""),
-        more("bnb-nf4", "adapter=lora"),
-        more("bnb-int8", "adapter=lora"),
-        more("32-true", "adapter=lora adapter.init=pissa adapter.rank=2"),
-        more("bf16-true", "adapter=lora adapter.init=olora adapter.use_rslora=true adapter.rank=2"),
-        more(
-            "32-true",
-            "adapter=lora adapter.use_dora=true adapter.init=pissa_niter_16 adapter.rank=2",
-        ),
-    ],
-)
-def test_dropout_and_every_adapter_resume_bit_by_bit(precision, words, check):
-    check((4,), f"{GPT} precision={precision} {words}")
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler"),
-    [
-        ("adam8bit", "linear"),
-        ("muon", "cosine"),
-        ("lbfgs", "constant"),
-        ("adamw8bit", "onecycle"),
-        more("sgd", "cosine"),
-        more("lion8bit", "constant"),
-        more("adamw4bit", "cosine"),
-        more("adamwfp8", "cosine"),
-    ],
-)
-def test_every_optimizer_and_schedule_resumes_bit_by_bit(optimizer, scheduler, check):
-    check((5,), f"{MLP} optimizer={optimizer} scheduler={scheduler} precision=bf16-true")
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_each_sample_of_an_interrupted_epoch_is_seen_once_with_its_noise(workers, check):
-    check((1, 5), f"{OWN} train.num_workers={workers} train.accumulate=2")
+@pytest.mark.extended
+@pytest.mark.parametrize(("steps", "words"), MORE_ROWS.values(), ids=MORE_ROWS)
+def test_further_models_and_adapters_do_too(steps, words, check):
+    check(steps, words)

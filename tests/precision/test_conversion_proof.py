@@ -101,9 +101,7 @@ def names_of_called_layers(model, precision, x):
     ],
     ids=["checkpointed", "lora", "encoder", "whisper"],
 )
-def test_the_layers_that_count_as_converted_are_those_that_run(
-    make_model, make_inputs, adapter, name
-):
+def test_layers_that_count_as_converted_are_those_that_run(make_model, make_inputs, adapter, name):
     torch.manual_seed(0)
     x = make_inputs()
     precision, built = build_proven(name, make_model, x, adapter)

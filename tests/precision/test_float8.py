@@ -27,9 +27,7 @@ from runner.precision.loss_scale import NoLossScale
 from runner.training.step import train_step
 
 TENSORWISE, ROWWISE, HIGH_PRECISION = NAMES = (
-    "float8-tensorwise",
-    "float8-rowwise",
-    "float8-rowwise-hp",
+    "float8-tensorwise float8-rowwise float8-rowwise-hp".split()
 )
 # e4m3 has 3 mantissa bits, so rounding moves a value by 2**-4 of it at most (Micikevicius et al.
 # 2022, "FP8 Formats for Deep Learning"). Weights and inputs are rounded independently, and the

@@ -13,7 +13,7 @@ the logits' size, and the mean loss of a batch within that again.
 
 import pytest
 import torch
-from precision_models import CPU, load_precision, precisions_on_cpu, train_state
+from precision_models import CPU, UNIT, load_precision, precisions_on_cpu, train_state
 
 from models.gpt import GPT
 from models.mlp import MLP
@@ -23,37 +23,6 @@ from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
 
 STEPS = 25
-UNIT = {
-    "64-true": 2**-21,
-    "32-true": 2**-21,  # float32's 2**-24, summed one after the other
-    "bf16-mixed": 2**-8,
-    "bf16-true": 2**-8,
-    "16-mixed": 2**-11,
-    "16-true": 2**-11,
-    "bnb-nf4": 0.138,
-    "bnb-nf4-dq": 0.138,
-    "bnb-fp4": 0.167,
-    "bnb-fp4-dq": 0.167,
-    "bnb-int8": 1 / 254 + 2**-8,
-    "bnb-int8-training": 1 / 254 + 2**-8,  # and bfloat16's
-    "float8-tensorwise": 2**-4,
-    "float8-rowwise": 2**-4,
-    "float8-rowwise-hp": 2**-4,
-    "torchao-mxfp8": 2**-4,
-    "tf32": 2**-11,
-    "transformer-engine": 2**-4,
-    "transformer-engine-current": 2**-4,
-    "transformer-engine-block": 2**-4,
-    "transformer-engine-mxfp8": 2**-4,
-    "transformer-engine-float16": 2**-4,
-    "transformer-engine-nvfp4": 2**-2,
-    "int4": 1 / 15,
-    "qat-int4": 1 / 15,
-    "int8": 1 / 254,
-    "qat-int8": 1 / 254,
-    "nvfp4": 2**-2,
-    "qat-nvfp4": 2**-2,
-}
 # What the products take, as the probe sees it on a CPU.
 COMPUTES = {
     "64-true": {"float64"},

@@ -4,52 +4,10 @@ import json
 
 import pytest
 import torch
+from run_folders import copy_files
 
 from runner.precision import registry
 
-CLASS = '''
-import torch
-from torch import nn
-
-from runner.precision.casting import cast_nest
-from runner.precision.contract import Precision
-
-
-class Factor(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
-def loud():
-    """A model of digits whose activations are beyond float16's range in one place."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 32), Factor(1e7), Factor(1e-7), nn.ReLU(), nn.Linear(32, 10)
-    )
-
-
-class Half(Precision):
-    """Everything in float16, without a loss scale."""
-
-    storage = compute = torch.float16
-
-    def __init__(self, name, keep_fp32=()):
-        self.name, self.keep_fp32 = name, keep_fp32
-
-    def cast(self, inputs, plan):
-        return cast_nest(inputs, self.storage)
-
-
-class Single(Precision):
-    """Everything in float32."""
-
-    def __init__(self, name):
-        self.name = name
-'''
-HALF = "# float16 of my own\n# Why: to try\nname: own-half\n_target_: mine.Half\nkeep_fp32: []\n"
 CONFIGS = ("--config-dir", "conf")
 DIGITS = (*CONFIGS, "data=digits", "tracking=none", "seed=0")
 # Adam's eps is 0 in float16, in which a kernel that is not fused adds it to a root of 0.
@@ -59,14 +17,7 @@ DIVIDES_BY_ZERO = ("optimizer=adamw", "+optimizer.fused=false")
 @pytest.fixture
 def own(main, tmp_path, monkeypatch):
     """`python -m runner <args>` with a module and two yamls of the user's."""
-    folder = tmp_path / "conf" / "precision"
-    folder.mkdir(parents=True)
-    (tmp_path / "mine.py").write_text(CLASS)
-    (folder / "own-half.yaml").write_text(HALF)
-    (tmp_path / "conf" / "model").mkdir()
-    (tmp_path / "conf" / "model" / "loud.yaml").write_text("_target_: mine.loud\n")
-    (folder / "own-single.yaml").write_text("name: own-single\n_target_: mine.Single\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(copy_files("own_precision", tmp_path))
     return main
 
 
@@ -77,8 +28,7 @@ def in_order(text, *words):
 
 def test_doctor_lists_an_own_precision_by_its_width(own, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    done = own("doctor", *CONFIGS)
-    assert done.rc == 0, done.stderr
+    done = own("doctor", *CONFIGS).check_ok()
     row = next(line for line in done.stdout.splitlines() if "own-half" in line)
     cells = [cell.strip() for cell in row.split("│")[1:4]]
     assert cells == ["own-half", "yes", "float16 of my own"]
@@ -88,17 +38,14 @@ def test_doctor_lists_an_own_precision_by_its_width(own, monkeypatch):
 def test_doctor_shows_why_one_does_not_load(own, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "conf" / "precision" / "own-half.yaml").write_text("name: x\n_target_: mine.No\n")
-    done = own("doctor", *CONFIGS)
-    assert done.rc == 0, done.stderr
+    done = own("doctor", *CONFIGS).check_ok()
     row = next(line for line in done.stdout.splitlines() if "own-half" in line)
     assert "no" in row.split("│")[2]
     assert "mine.No" in row
 
 
 def test_doctor_names_a_folder_that_is_not_there(own):
-    done = own("doctor", "--config-dir=nowhere")
-    assert done.rc == 2
-    assert "--config-dir=nowhere is no folder" in done.stderr
+    own("doctor", "--config-dir=nowhere").check_refused("--config-dir=nowhere is no folder")
 
 
 def test_a_built_in_yaml_is_the_base_of_one(own, tmp_path):
@@ -135,9 +82,7 @@ def test_advice_for_an_own_precision_follows_from_its_dtypes(own, tmp_path):
 
 
 def test_plan_shows_an_own_precision(own):
-    done = own(*DIGITS, "model=mlp", "precision=own-half", "mode=plan")
-    assert done.rc == 0, done.stderr
-    assert "own-half" in done.stdout
+    own(*DIGITS, "model=mlp", "precision=own-half", "mode=plan").check_ok("own-half")
 
 
 def test_a_failing_run_gets_the_remedy_of_its_range(own):
@@ -149,8 +94,7 @@ def test_a_failing_run_gets_the_remedy_of_its_range(own):
 def test_a_sweep_reports_an_own_precision(own, tmp_path):
     words = ("model=mlp", "train.max_steps=3", "optimizer=sgd", "optimizer.lr=0.01")
     sweep = ("-m", "hydra/launcher=basic", "precision=32-true,own-half")
-    done = own(*DIGITS, *words, *sweep)
-    assert done.rc == 0, done.stderr
+    own(*DIGITS, *words, *sweep).check_ok()
     (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
     assert "own-half" in page.read_text()
     results = [json.loads(p.read_text()) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
@@ -162,8 +106,7 @@ def test_a_sweep_reports_an_own_precision(own, tmp_path):
 def test_advice_names_the_cause_of_its_failure(own, tmp_path):
     words = ("model=loud", "mode=advise", "precision=own-half,own-single", "optimizer=sgd")
     lengths = ("advise.steps=10", "advise.seeds=3", "advise.budget=3m")
-    done = own(*DIGITS, *words, *lengths, "advise.objective=quality", "advise.islands=false")
-    assert done.rc == 0, done.stderr
+    own(*DIGITS, *words, *lengths, "advise.objective=quality", "advise.islands=false").check_ok()
     (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
     text = page.read_text()
     assert "own-half | diverged" in text

@@ -15,15 +15,10 @@ CPU = torch.device("cpu")
 def test_every_yaml_is_listed_by_width():
     assert set(registry.precision_names()) == {path.stem for path in CONF.glob("*.yaml")}
     assert len(registry.precision_names()) == len(set(registry.precision_names()))
-    assert registry.precision_names()[:7] == [
-        "64-true",
-        "32-true",
-        "tf32",
-        "bf16-mixed",
-        "16-mixed",
-        "bf16-true",
-        "16-true",
-    ]
+    assert (
+        registry.precision_names()[:7]
+        == "64-true 32-true tf32 bf16-mixed 16-mixed bf16-true 16-true".split()
+    )
 
 
 def test_a_new_yaml_is_picked_up_after_the_known_ones(tmp_path, monkeypatch):

@@ -78,9 +78,7 @@ def in_thread(function, *args):
         (TF32, TF32, True),
     ],
 )
-def test_a_session_beside_another_computes_as_alone_or_is_refused(
-    outer, inner, works, is_elsewhere
-):
+def test_a_session_beside_one_computes_as_alone_or_is_refused(outer, inner, works, is_elsewhere):
     alone = []
     for name, keys in (outer, inner):
         policy, model = policy_of(name, keys)

@@ -33,7 +33,7 @@ def begun(folder, precision, tracking, **more):
 
 
 @pytest.mark.parametrize("last", ["first machine", "second machine"])
-def test_the_report_holds_every_machines_jobs_whoever_ends_last(
+def test_the_report_holds_the_jobs_of_every_machine(
     tmp_path, monkeypatch, capsys, last, empty_store
 ):
     # A store in a file keeps its artifacts in the folder of the command.

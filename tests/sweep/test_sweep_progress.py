@@ -118,9 +118,7 @@ def test_a_job_that_was_stopped_has_not_ended(sweep, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("job 2 of 2  b ")
 
 
-def test_the_line_of_a_job_that_printed_elsewhere_says_why_it_failed_and_where_its_log_is(
-    sweep, capsys
-):
+def test_the_line_of_a_job_that_printed_elsewhere_says_why_it_failed_and_its_log(sweep, capsys):
     folder = sweep([1.0, 1.0, 1.0], jobs=3)
     failed = replace(finished("b"), folder=str(folder), status="failed", error="killed\nmore")
     failed.write(folder)
@@ -143,9 +141,7 @@ def test_an_error_is_shown_once_and_a_later_line_names_the_job_that_has_it(sweep
     assert re.fullmatch(r"job  3 of 10  b seed=2 +not tried, as b seed=0", second)
 
 
-def test_a_trial_that_failed_before_the_manifest_was_written_again_keeps_its_number(
-    sweep, tmp_path, capsys
-):
+def test_a_trial_that_failed_before_the_next_manifest_keeps_its_number(sweep, tmp_path, capsys):
     folder = sweep([1.0, 1.0], budget_end_ms=NOW)
     (tmp_path / ADVICE).write_text("{}")
     failed = replace(finished("a"), folder=str(tmp_path / "0"), status="failed", error="broke")

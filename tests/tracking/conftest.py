@@ -76,6 +76,15 @@ def server_url(tmp_path_factory, empty_store):
     server.stop()
 
 
+@pytest.fixture
+def server(tmp_path, empty_store):
+    """A server of a test's own, which has not begun yet."""
+    folder = tmp_path / "server"
+    server = Server(folder, empty_store(folder / "mlflow.db"))
+    yield server
+    server.stop()
+
+
 @pytest.fixture(scope="session")
 def start_trainer():
     """Return a function that starts a trainer process: (store, run's folder, how it ends).

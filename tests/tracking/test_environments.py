@@ -152,9 +152,7 @@ print(mine.info.run_id, result.run_id, result.experiment_id)
 
 
 @pytest.mark.slow
-def test_a_run_inside_an_open_run_of_the_users_is_separate_and_complete(
-    tmp_path, reader, clean, empty_store
-):
+def test_a_run_inside_an_open_run_of_the_users_is_complete(tmp_path, reader, clean, empty_store):
     uri = empty_store(tmp_path / "mlflow.db")
     script = tmp_path / "notebook.py"
     script.write_text(SCRIPT)

@@ -15,7 +15,6 @@ from contextlib import closing
 
 import pytest
 from faults import ROOT, Trainer, counted, progress_of, status_of
-from serving import Server
 from waiting import wait_for
 
 from runner.cli.sync import sync
@@ -25,14 +24,6 @@ from runner.tracking import journal as journals
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 NONE = {"lost": 0, "doubled": 0, "altered": 0}
-
-
-@pytest.fixture
-def server(tmp_path, empty_store):
-    folder = tmp_path / "server"
-    server = Server(folder, empty_store(folder / "mlflow.db"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture
@@ -78,8 +69,7 @@ def test_a_server_killed_at_random_moments_loses_nothing(server, tmp_path, whole
     trainer.recorded(5_000)  # several blocks
     trainer.stop()
     server.start()
-    done, stderr = trainer.result()
-    assert done["complete"], stderr
+    done, _ = trainer.ended()
     whole(trainer, done["steps"])
 
 
@@ -101,8 +91,7 @@ def four(uri, tmp_path, whole):
     for trainer in trainers:
         trainer.stop()
     for trainer in trainers:
-        done, stderr = trainer.result()
-        assert done["complete"], stderr
+        done, _ = trainer.ended()
         whole(trainer, done["steps"])
 
 
@@ -115,9 +104,7 @@ def test_a_database_locked_by_another_process_delays_no_training(tmp_path, datab
         before = progress_of(trainer.folder).offset
         trainer.recorded(10_000)  # several blocks, while the writer's call waits for the lock
         assert progress_of(trainer.folder).offset == before
-    trainer.stop()
-    done, stderr = trainer.result()
-    assert done["complete"], stderr
+    done, _ = trainer.ended()
     whole(trainer, done["steps"])
 
 
@@ -144,9 +131,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(small, tmp_path, databas
     assert trainer.journal.stat().st_size == size
     filler.unlink()
     trainer.recorded(1)
-    trainer.stop()
-    done, stderr = trainer.result()
-    assert done["complete"], stderr
+    done, stderr = trainer.ended()
     assert stderr.count("cannot be written: No space left on device. Training continues") == 1
     assert stderr.count("can be written again") == 1
     whole(trainer, done["steps"])
@@ -193,7 +178,7 @@ def test_a_run_killed_with_its_writer_is_uploaded_by_the_next_run(tmp_path, empt
     assert second.result()[0]["complete"]
 
 
-def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
+def test_sync_during_an_upload_or_after_a_part_of_it_doubles_nothing(
     tmp_path, server, whole, capsys
 ):
     """The writer of a run that has ended is uploading; sync continues from its offset."""
@@ -203,9 +188,7 @@ def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
     trainer.uploaded(1)
     server.stop()
     trainer.recorded(1)
-    trainer.stop()
-    done, _ = trainer.result()
-    assert not done["complete"]
+    done, _ = trainer.ended(complete=False)
     server.start()
     assert sync([str(tmp_path)]) == 0
     whole(trainer, done["steps"])
@@ -218,18 +201,14 @@ def test_sync_during_an_upload_and_after_a_partial_one_doubles_nothing(
     whole(trainer, done["steps"])
 
 
-def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later(
-    tmp_path, whole, capsys
-):
+def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_it_later(tmp_path, whole, capsys):
     """Told once; the run ends with success, and soon."""
     uri = "http://127.0.0.1:9"  # nobody answers there
     trainer = Trainer(uri, tmp_path / "run", patience=2, outage=1).training()
     since = wait_for(lambda: progress_of(trainer.folder).outage_since)
     wait_for(lambda: time.time() > since + 1)
     trainer.recorded(20_000)  # several blocks, and with each the trainer looks for an outage
-    trainer.stop()
-    done, stderr = trainer.result()
-    assert not done["complete"]
+    done, stderr = trainer.ended(complete=False)
     assert done["close_s"] < 10
     assert stderr.count("No answer from the tracking store for") == 1
     assert "Training continues" in stderr
@@ -249,14 +228,10 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_everything_later
     )
 
 
-def test_a_server_that_comes_back_after_the_end_gets_the_run_without_a_command(
-    server, tmp_path, whole
-):
+def test_a_server_that_comes_back_later_gets_the_run_without_a_command(server, tmp_path, whole):
     trainer = Trainer(server.url, tmp_path / "run", patience=1).training()
     trainer.recorded(2_000)
-    trainer.stop()
-    done, _ = trainer.result()
-    assert not done["complete"]
+    done, _ = trainer.ended(complete=False)
     server.start()
     wait_for(lambda: progress_of(trainer.folder).done)
     whole(trainer, done["steps"])

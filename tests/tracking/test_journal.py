@@ -91,7 +91,7 @@ def disk(monkeypatch):
     return Disk
 
 
-def test_a_full_disk_is_reported_once_and_records_are_written_in_order_when_there_is_room(
+def test_a_full_disk_is_reported_once_and_records_are_in_order_with_room_again(
     journal, disk, caplog
 ):
     disk.room = 150  # ends in the middle of a line

@@ -66,18 +66,14 @@ def wait(journal, patience=60.0, stopped=lambda: False):
         (0, False, False, 0),
     ],
 )
-def test_a_wait_without_progress_ends(
-    journal, upload, clock, patience, is_stopped, sends_file, seconds
-):
+def test_a_wait_in_vain_ends(journal, upload, clock, patience, is_stopped, sends_file, seconds):
     upload.save(sending_file=sends_file)
     begin = clock.now
     assert not wait(journal, patience, lambda: is_stopped)
     assert clock.now - begin == pytest.approx(seconds, abs=0.1)
 
 
-def test_after_a_wait_in_vain_the_next_ones_take_five_seconds_until_the_store_answers(
-    journal, upload, clock
-):
+def test_after_a_wait_in_vain_the_next_take_five_seconds_until_an_answer(journal, upload, clock):
     seconds = []
     for is_done in (False, False, False, True, False):
         upload.save(done=is_done)
@@ -88,9 +84,7 @@ def test_after_a_wait_in_vain_the_next_ones_take_five_seconds_until_the_store_an
 
 
 @pytest.mark.parametrize(("patience", "messages"), [(4.9, 0), (30, 1)])
-def test_a_wait_of_more_than_five_seconds_is_announced_once(
-    journal, upload, clock, caplog, patience, messages
-):
+def test_a_wait_above_five_seconds_is_told_once(journal, upload, clock, caplog, patience, messages):
     wait(journal, patience)
     assert [record.getMessage() for record in caplog.records] == [
         "Uploading the last records to http://host ..."

@@ -96,9 +96,7 @@ def by_name(model, inputs):
         ),
     ],
 )
-def test_pyfunc_takes_fields_by_name_and_returns_named_arrays(
-    quiet_store, tmp_path, inputs, call, names
-):
+def test_pyfunc_takes_named_fields_and_returns_arrays(quiet_store, tmp_path, inputs, call, names):
     import mlflow
 
     precision = MixedPrecision("bf16-mixed", "bfloat16")
@@ -277,7 +275,7 @@ def test_the_writer_uploads_a_model_without_importing_torch(quiet_store, exporte
 
 
 @pytest.mark.slow
-def test_mlflow_loads_a_logged_model_without_this_package(
+def test_mlflow_loads_a_model_without_this_package(
     quiet_store, server_url, reader, exported, tmp_path
 ):
     """By each of its names from a database, and by its version over HTTP."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from faults import progress_of
-from serving import Server
 from torch import nn
 from torch.utils.data import TensorDataset
 from waiting import wait_for
@@ -24,15 +23,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def server(tmp_path, empty_store):
-    """A server that has not begun yet."""
-    folder = tmp_path / "server"
-    server = Server(folder, empty_store(folder / "mlflow.db"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 def record_model(tmp_path):
     """Export a model and describe a data set in a run's record."""
 
@@ -46,7 +36,7 @@ def record_model(tmp_path):
     return record
 
 
-def test_a_server_that_comes_late_and_goes_away_stores_a_run_completely(
+def test_a_server_that_comes_late_and_goes_stores_a_whole_run(
     server, record_model, reader, tmp_path
 ):
     """It begins after the run, goes away while the run trains, and comes back after its end."""

@@ -137,9 +137,7 @@ def test_a_killed_writer_is_replaced_and_nothing_is_lost_or_doubled(begin, store
     assert store.points(tracker.run_id, KEYS[0]) == expected(1200)
 
 
-def test_runs_killed_with_their_writer_are_uploaded_later(
-    store, start_trainer, tmp_path, begin, capsys
-):
+def test_killed_runs_are_uploaded_later(store, start_trainer, tmp_path, begin, capsys):
     with start_trainer(store.uri, tmp_path / "left", "sleep", stdout=PIPE) as trainer:
         writer = int(trainer.stdout.readline().split()[1])
         os.kill(writer, signal.SIGSTOP)  # or it would settle the run itself
@@ -198,9 +196,7 @@ def test_a_notice_names_the_experiment_that_replaces_a_deleted_one(begin, store,
     assert store.client.get_experiment(tracker.experiment_id).name == "old 2"
 
 
-def test_a_store_without_dashboards_gives_one_notice_and_the_run_continues(
-    tmp_path, monkeypatch, empty_store
-):
+def test_a_store_without_dashboards_gives_one_notice_alone(tmp_path, monkeypatch, empty_store):
     from runner.tracking.writer.store import Store
 
     monkeypatch.setattr("runner.tracking.dashboard.server_version", lambda uri: "3.9.0")
@@ -213,7 +209,7 @@ def test_a_store_without_dashboards_gives_one_notice_and_the_run_continues(
     assert "runs MLflow 3.9.0" in notice
 
 
-def test_a_deleted_experiment_that_was_asked_for_by_its_id_is_refused(
+def test_a_deleted_experiment_that_is_asked_for_by_id_is_refused(
     begin, store, tmp_path, monkeypatch
 ):
     experiment = store.experiment("gone")

@@ -15,14 +15,12 @@ from runner.utils.errors import ConfigError
 pytest.importorskip("psutil")
 
 STANDARD = {
-    "system/cpu_utilization_percentage",
-    "system/system_memory_usage_megabytes",
-    "system/system_memory_usage_percentage",
-    "system/disk_usage_percentage",
-    "system/disk_usage_megabytes",
-    "system/disk_available_megabytes",
-    "system/network_receive_megabytes",
-    "system/network_transmit_megabytes",
+    *(
+        "system/cpu_utilization_percentage system/system_memory_usage_megabytes "
+        "system/system_memory_usage_percentage system/disk_usage_percentage "
+        "system/disk_usage_megabytes system/disk_available_megabytes "
+        "system/network_receive_megabytes system/network_transmit_megabytes"
+    ).split()
 }
 OWN = {"system/process_cpu_percentage", "system/process_memory_megabytes"}
 

@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from test_adapters import Net, built, outputs, shake
+from adapted_nets import Net, built, outputs, shake
 from torch import nn
 
 from runner.precision import registry

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from adapted_nets import adapted
 from layer_kinds import load
 from precision_models import run_forward
-from test_adapters import adapted
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F

@@ -9,7 +9,8 @@ import pytest
 import timm
 import torch
 import torchvision
-from transformers import BertConfig, BertForMaskedLM
+from tiny_configs import tiny_config, tiny_settings
+from transformers import BertForMaskedLM
 
 from runner.config.targets import build_group
 from runner.models.huggingface import huggingface
@@ -20,14 +21,6 @@ from runner.utils.errors import ConfigError
 from runner.utils.files import read_as_data
 
 NET = "test_resnet"
-BERT = {
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "max_position_embeddings": 8,
-}
 
 
 class Bomb:
@@ -71,7 +64,7 @@ def cached_of_torchvision(folder):
 
 
 def folder_of_transformers(folder, **typed):
-    BertConfig(**BERT).save_pretrained(folder / "bert")
+    tiny_config("bert").save_pretrained(folder / "bert")
     bomb(folder / "bert" / "pytorch_model.bin")
     target = "transformers.BertForMaskedLM.from_pretrained"
     return build(target, pretrained_model_name_or_path=str(folder / "bert"), **typed)
@@ -87,7 +80,7 @@ def packaged(folder):
     package = folder / "packaged_net"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "config.json").write_text(json.dumps({**BERT, "model_type": "bert"}))
+    (package / "config.json").write_text(json.dumps(tiny_settings("bert")))
     bomb(package / "pytorch_model.bin")
     return huggingface("masked_lm", path="package://packaged_net/")
 
@@ -163,7 +156,7 @@ def test_timms_checkpoints_are_loaded_as_before(tmp_path):
 
 
 def test_weights_of_libraries_that_are_tensors_are_loaded(tmp_path):
-    saved = BertForMaskedLM(BertConfig(**BERT))
+    saved = BertForMaskedLM(tiny_config("bert"))
     saved.config.save_pretrained(tmp_path)
     torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
     target = "transformers.BertForMaskedLM.from_pretrained"

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from states import are_equal, make_state, regression_batch, regression_net
-from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch.nn import functional as F
+from training_states import MLP, begin, resume_halfway, save, train
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.training.setup import build_optimizer, closure_calls

@@ -8,6 +8,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny_configs import tiny_config
 from torch import nn
 
 from runner.precision import registry
@@ -24,16 +25,12 @@ TOKENS = torch.randint(40, (3, 7), generator=torch.Generator().manual_seed(0))
 
 def gpt2():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    return transformers.GPT2LMHeadModel(config).eval()
+    return transformers.GPT2LMHeadModel(tiny_config("gpt2", vocab_size=40)).eval()
 
 
 def llama():
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
-    return transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(tiny_config("llama", vocab_size=40)).eval()
 
 
 def mixtral():

@@ -1,23 +1,16 @@
 """What comes back when a run is resumed with something else than it was trained with."""
 
-import copy
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
-from states import CPU, are_equal
 from torch.utils._pytree import tree_leaves
+from training_states import MLP, begin, resume_halfway, save, train
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.targets import build_group
 from runner.training import state_dict
-from runner.training.model import build_model
-from runner.training.setup import TrainingSetup, build_state
-from runner.training.state_dict import checkpoint_state_dict
-from runner.training.step import train_step
-from runner.training.tasks.classification import Classification
 from runner.utils.errors import ConfigError
 
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -35,42 +28,6 @@ EVERYWHERE = [
     *("adamw", "muon"),
     *(pytest.param(name, marks=pytest.mark.extended) for name in ("sgd", "adam", "rmsprop")),
 ]
-MLP = ("model=mlp", "model.hidden=[72,4]", "tracking=none")
-
-
-def begin(spec, start=None, steps=20):
-    """The state of a run before its first step, as a run builds it."""
-    torch.manual_seed(0)
-    precision = build_group("precision", spec.precision)
-    model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
-    return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, steps)
-
-
-def train(state, steps=1):
-    for seed in range(steps):
-        generator = torch.Generator().manual_seed(seed)
-        inputs = torch.randn(8, 1, 8, 8, generator=generator)
-        with state.precision.session(state.model, CPU):
-            train_step(state, [(inputs, torch.arange(8) % 10)])
-    return state
-
-
-def save(state, spec):
-    course = state_dict.state_dict(state, ())
-    content = copy.deepcopy(checkpoint_state_dict(state, spec, resume_state=course))
-    return LoadedCheckpoint(Path("x.pt"), content)
-
-
-def resume_halfway(spec, split=2, steps=2):
-    """The states of a run and of one that was resumed at a step, whose weights are equal."""
-    straight = train(begin(spec), split)
-    saved = save(straight, spec)
-    train(straight, steps)
-    continued = begin(spec, saved)
-    assert state_dict.restore(continued, saved, spec, ()) == []
-    train(continued, steps)
-    assert are_equal(straight.model.parameters(), continued.model.parameters())
-    return straight, continued
 
 
 def dtypes_in(value):
@@ -84,6 +41,12 @@ def dtypes_in(value):
 
 def dtypes(state):
     return [dtypes_in(d.optimizer.state_dict()["state"]) for d in state.optimizers]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_continues_bit_by_bit(name, compose):
+    typed = ("scheduler=cosine", "precision=bf16-true")
+    resume_halfway(compose(*MLP, *OPTIMIZERS[name], *typed), 3, 5)
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
@@ -163,9 +126,7 @@ HUGE = (*SCALED, f"{INIT}=1e30")
         (SCALED, ("precision=bf16-mixed",), [], None, "65536.0 is dropped: precision=bf16-mixed"),
     ],
 )
-def test_a_note_says_at_which_loss_scale_a_resume_continues(
-    before, after, typed, scale, note, compose
-):
+def test_a_note_says_which_loss_scale_a_resume_takes(before, after, typed, scale, note, compose):
     state, lines = resumed(compose, before, after, typed)
     assert (state.scale.state_dict() or {"scale": None})["scale"] == pytest.approx(scale)
     assert note in " ".join(lines)

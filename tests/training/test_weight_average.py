@@ -7,8 +7,8 @@ import torch
 from run_folders import finished_run
 from safetensors.torch import load_file
 from states import are_equal
-from test_state_dict import MLP, begin, resume_halfway, save, train
 from torch import nn
+from training_states import MLP, begin, resume_halfway, save, train
 
 from runner.checkpoint import checkpoint_file
 from runner.config.schema import TrainSpec
@@ -97,8 +97,7 @@ def test_in_its_context_the_model_has_the_average_and_then_the_same_weights(comp
 @pytest.mark.parametrize("split", [1, 3])
 def test_a_resume_continues_the_average_bit_by_bit(compose, name, split):
     spec = compose(*MLP, f"precision={name}", "optimizer.eps=1e-4", f"train.ema={DECAY}")
-    straight, resumed = resume_halfway(spec, split)
-    assert are_equal(averages(straight), averages(resumed))
+    resume_halfway(spec, split)
 
 
 def test_a_resume_with_and_without_an_average_says_so(compose):
@@ -173,9 +172,9 @@ EMA = ("train.ema=0.9", "train.eval_every=1", "checkpoint.safetensors=true")
 
 
 def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
-    done = quick(*EMA, "precision=bf16-mixed")
-    assert done.rc == 0, done.stderr
-    assert "val/... are those of the averaged weights (train.ema=0.9; 0.0 MiB more)" in done.stdout
+    quick(*EMA, "precision=bf16-mixed").check_ok(
+        "val/... are those of the averaged weights (train.ema=0.9; 0.0 MiB more)"
+    )
     folder = finished_run(tmp_path)
     content = checkpoint_file.load(folder / "checkpoints" / "step-00000003.pt")
     weights = content["average"]["weights"]
@@ -185,9 +184,9 @@ def test_a_run_evaluates_saves_and_exports_the_average(quick, tmp_path):
         assert torch.equal(exported[name], average)
         assert torch.equal(raw[name], content["model"][name])
         assert not torch.equal(raw[name], average)
-    evaluated = quick("mode=evaluate", f"checkpoint={folder}")
-    assert evaluated.rc == 0, evaluated.stderr
-    assert "evaluates the averaged weights (train.ema=0.9)" in evaluated.stdout
+    evaluated = quick("mode=evaluate", f"checkpoint={folder}").check_ok(
+        "evaluates the averaged weights (train.ema=0.9)"
+    )
     for key, value in content["metrics"].items():
         assert f"{value:.4g}" in evaluated.stdout, key
 

@@ -124,9 +124,7 @@ assert state() == before, (state(), before)
 
 @pytest.mark.parametrize("family", ["old", "new"])
 @pytest.mark.parametrize(("precision", "cudnn"), [("highest", "ieee"), ("high", "tf32")])
-def test_tf32_is_as_asked_after_a_program_has_set_either_family_of_switches(
-    clean, family, precision, cudnn
-):
+def test_tf32_is_as_asked_after_a_program_set_either_switches(clean, family, precision, cudnn):
     # A process of its own: torch has no way back from the new switches to the old ones.
     command = [sys.executable, "-c", SWITCHES, family, precision]
     done = run_forked(command, SECONDS, env=clean)

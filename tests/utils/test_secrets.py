@@ -121,8 +121,7 @@ def test_a_sweep_leaves_a_password_in_no_file_but_its_own_journal(cli, tmp_path,
         r"tracking.uri=sqlite:///outputs/mlflow.db?password\=hunter2",
         r"+tracking.tags.mirror=postgresql://h/db?access_token\=hunter2",
     )
-    done = cli("-m", *QUICK, "seed=0,1", "hydra/launcher=basic", *secrets)
-    assert done.rc == 0, done.stderr
+    done = cli("-m", *QUICK, "seed=0,1", "hydra/launcher=basic", *secrets).check_ok()
     assert "hunter2" not in done.stdout + done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}

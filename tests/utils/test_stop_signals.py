@@ -48,9 +48,7 @@ def test_a_signal_is_a_request(number):
         (signal.SIGTERM, signal.SIGTERM, False),
     ],
 )
-def test_a_second_signal_interrupts_at_once_if_it_is_ctrl_c(
-    no_coalescing, first, second, interrupts
-):
+def test_a_second_signal_interrupts_at_once_if_ctrl_c(no_coalescing, first, second, interrupts):
     with StopSignals() as signals:
         send(first)
         with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():

@@ -165,9 +165,7 @@ def test_code_that_computes_in_float32_is_allowed_no_half_precision(precision):
         pytest.param(Embedder, "cast", torch.float16, "(model)", id="a cast to float16"),
     ],
 )
-def test_what_is_wrong_in_own_code_does_not_excuse_itself(
-    model, attribute, wrong, module, precision
-):
+def test_what_is_wrong_in_own_code_is_no_excuse(model, attribute, wrong, module, precision):
     def plant(net):
         owner, _, name = attribute.rpartition(".")
         setattr(net.get_submodule(owner), name, wrong)

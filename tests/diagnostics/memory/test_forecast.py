@@ -246,9 +246,7 @@ def test_it_draws_no_memory(of):
 @pytest.mark.parametrize(
     ("taken", "whole", "available", "free"), [(3, 10, 100, 7), (3, 10, 5, 5), (12, 10, 100, 0)]
 )
-def test_free_is_what_the_limit_and_other_processes_leave(
-    monkeypatch, taken, whole, available, free
-):
+def test_free_is_what_limits_and_other_processes_leave(monkeypatch, taken, whole, available, free):
     monkeypatch.setattr(forecasts, "memory_limit", lambda device: (taken, whole))
     memory = SimpleNamespace(available=available)
     monkeypatch.setattr(forecasts.psutil, "virtual_memory", lambda: memory)

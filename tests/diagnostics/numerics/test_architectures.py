@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import build, data
+from numerics_models import TEXT, VOCABULARY, Tokens, bert, tokens
 from states import make_state, measure_step
-from torch import nn
 
 from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
 from runner.diagnostics.numerics.numerics_page import format_verdict
@@ -22,41 +22,7 @@ from runner.precision.emulation.formats import FORMATS
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
 
-VOCABULARY, LR = 61, 1e-3
-TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
-
-class Tokens(nn.Module):
-    """A transformers model of tokens, half of the first row padded: [B, T] to logits [B, T, V]."""
-
-    def __init__(self, net, padded=True):
-        super().__init__()
-        self.net, self.padded = net, padded
-
-    def forward(self, ids):
-        mask = (ids != 0).long() if self.padded else None
-        return self.net(input_ids=ids, attention_mask=mask).logits
-
-
-def tokens(vocabulary=VOCABULARY, rows=4, length=12):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, vocabulary, (rows, length), generator=generator)
-    ids[0, length // 2 :] = 0
-    return ids, ids
-
-
-def bert(**more):
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **{**TEXT, **more})
-    return Tokens(BertForMaskedLM(config)), tokens()
+LR = 1e-3
 
 
 def eager_bert():

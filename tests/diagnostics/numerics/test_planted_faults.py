@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from numerics_models import bert
 from states import CPU, make_state, measure_step
-from test_architectures import bert
 from torch import nn
 from torch.nn import functional as F
 

@@ -40,8 +40,7 @@ def losses(done):
 
 
 def test_a_run_writes_its_measurements(quick, folder):
-    done = quick("numerics.every=2", "train.max_steps=5")
-    assert done.rc == 0, done.stderr
+    done = quick("numerics.every=2", "train.max_steps=5").check_ok()
     found = read(folder())
     assert measured_steps(found) == [2, 4]
     assert (found.every, found.precision, found.compute) == (2, "32-true", "float32")
@@ -62,9 +61,7 @@ def test_measuring_changes_no_loss_also_where_the_backward_repeats_the_forward(q
 
 
 def test_a_run_that_is_too_short_says_so(quick, folder):
-    done = quick("numerics.every=4")
-    assert done.rc == 0
-    assert "numerics.every=4: no step was measured" in done.stdout
+    quick("numerics.every=4").check_ok("numerics.every=4: no step was measured")
     assert not (folder() / FILES[0]).exists()
 
 
@@ -92,8 +89,7 @@ def test_a_resumed_run_holds_the_snapshots_up_to_its_checkpoint(quick, folder):
 def test_every_kind_of_precision(quick, folder, precision):
     more = {"bnb": ["adapter=lora"], "flo": ["precision.emulate=true"]}.get(precision[:3], [])
     pytest.importorskip({"bnb": "bitsandbytes", "flo": "torchao"}.get(precision[:3], "torch"))
-    done = quick("numerics.every=2", f"precision={precision}", "model.hidden=[64,64]", *more)
-    assert done.rc == 0, done.stderr
+    quick("numerics.every=2", f"precision={precision}", "model.hidden=[64,64]", *more).check_ok()
     found = read(folder())
     kinds = {m.kind for m in found.probes[0].measured}
     assert {"activations", "weights"} <= kinds
@@ -109,10 +105,9 @@ def test_a_closure_optimizer_and_micro_batches(quick, folder):
 
 
 def test_a_run_that_cannot_be_measured_is_refused(quick):
-    done = quick("numerics.every=2", "train.compile=true")
-    assert done.rc == 2
-    assert "numerics.every=2 measures modules by hooks" in done.stderr
-    assert "Type train.compile=false." in done.stderr
+    quick("numerics.every=2", "train.compile=true").check_refused(
+        "numerics.every=2 measures modules by hooks", "Type train.compile=false."
+    )
     done = quick("numerics.every=0")
     assert (done.rc, "numerics.every=0 is too small" in done.stderr) == (2, True)
 

@@ -22,14 +22,9 @@ from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
 
 FP8 = (
-    "transformer-engine",
-    "transformer-engine-current",
-    "transformer-engine-mxfp8",
-    "transformer-engine-nvfp4",
-    "float8-tensorwise",
-    "float8-rowwise",
-    "torchao-mxfp8",
-)
+    "transformer-engine transformer-engine-current transformer-engine-mxfp8 "
+    "transformer-engine-nvfp4 float8-tensorwise float8-rowwise torchao-mxfp8"
+).split()
 PACKED = ("bnb-nf4", "bnb-fp4-dq", "bnb-int8")
 ALL = (*FP8, *PACKED, "bnb-int8-training")
 # One precision for each way in which weights are stored and restored.

@@ -62,10 +62,7 @@ def packed_state(mode, seed=1, without=""):
 def test_the_entries_of_a_packed_weight():
     entries = {
         "nf4": {
-            "weight",
-            "weight.absmax",
-            "weight.quant_map",
-            "weight.quant_state.bitsandbytes__nf4",
+            *"weight weight.absmax weight.quant_map weight.quant_state.bitsandbytes__nf4".split()
         },
         "int8": {"weight", "SCB"},
         "int8-training": {"weight"},

@@ -86,8 +86,7 @@ def rebuilt(request, inside, tmp_path_factory):
     home = tmp_path_factory.mktemp("golden")
     folder = unpacked(request.param, home)
     with inside(home) as main:
-        done = main("report", folder)
-    assert done.rc == 0, done.stderr
+        main("report", folder).check_ok()
     return golden_report(request.param).read_text(), folder
 
 

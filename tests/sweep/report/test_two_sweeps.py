@@ -161,22 +161,19 @@ def two_swept(tmp_path_factory, inside, empty_store):
     )
     with inside(home) as main:
         for rate in ("0.01", "0.02"):
-            done = main(*command.split(), f"optimizer.lr={rate}")
-            assert done.rc == 0, done.stderr
+            main(*command.split(), f"optimizer.lr={rate}").check_ok()
     return home, sorted(home.glob("outputs/sweeps/*")), uri
 
 
 def test_two_folders_or_two_ids_are_reported(two_swept, main, tmp_path):
     _, (one, two), uri = two_swept
-    done = main("report", one, two, "--out", "both")
-    assert done.rc == 0, done.stderr
+    done = main("report", one, two, "--out", "both").check_ok()
     differs = "What differs (in A, in B): optimizer.lr (0.01, 0.02)."
     assert differs in done.stdout.replace("\\", "")
     assert "Against 32-true of A: 32-true sweep=B: not judged" in done.stdout
     assert (tmp_path / "both" / "report.html").exists()
     ids = [json.loads((folder / "sweep.json").read_text())["id"] for folder in (one, two)]
-    stored = main("report", *ids, f"tracking.uri={uri}")
-    assert stored.rc == 0, stored.stderr
+    stored = main("report", *ids, f"tracking.uri={uri}").check_ok()
     assert differs in stored.stdout.replace("\\", "")
     folder = Path("outputs/reports") / f"{ids[0]}-and-{ids[1]}"
     assert f"{folder}/report.md" in stored.stdout

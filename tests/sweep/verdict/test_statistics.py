@@ -195,9 +195,7 @@ def test_of_three_that_are_worse_by_the_tolerance_seldom_one_is_called_within_it
 
 
 @pytest.mark.parametrize(("count", "seeds"), [(2, 20), (6, 20)])
-def test_of_several_at_a_tolerance_in_the_unit_of_the_loss_seldom_one_is_called_within_it(
-    count, seeds
-):
+def test_of_several_at_a_tolerance_in_units_of_the_loss_few_are_called_within_it(count, seeds):
     """Half of them are called worse than the baseline; the claim for the rest stays as strict."""
     draw = random.Random(0)
     wrong = 0

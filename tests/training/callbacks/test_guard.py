@@ -120,9 +120,7 @@ def test_a_fixed_scale_is_the_first_thing_to_try(messages, step):
         (1e21, False, "init_scale=65536 or precision=bf16-mixed or precision.keep_fp32=[<module>]"),
     ],
 )
-def test_where_every_step_was_skipped_the_learning_rate_is_no_cause(
-    messages, step, scale, fixed, remedies
-):
+def test_where_all_steps_were_skipped_the_rate_is_no_cause(messages, step, scale, fixed, remedies):
     guard = make_guard(messages, overflow_steps=2)
     loss_scale = {"fixed": scale if fixed else None}
     guard.spec = replace(guard.spec, precision={"loss_scale": loss_scale})
