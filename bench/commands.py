@@ -20,11 +20,12 @@ from bench.common import ROOT, parse_options, run_in_turn, spread, table, write
 COMPOSE = """
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema
 from runner.rooms import install_rooms
 install_rooms()
 register_schema()
-with initialize_config_module("runner.conf", version_base="1.3"):
+with initialize_config_module("runner.conf", **VERSION_BASE):
     print(OmegaConf.to_yaml(compose("config")))
 """
 RUNNER = (sys.executable, "-m", "runner")

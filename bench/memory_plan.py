@@ -17,6 +17,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from bench.common import RESULTS, parse_options, table, versions, write, write_rows
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema, resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
@@ -115,7 +116,7 @@ def build_spec(run: str, precision: str, size: int, more: tuple[str, ...], devic
         *NEEDS.get(precision, ()),
         *more,
     ]
-    with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+    with initialize_config_module("runner.conf", **VERSION_BASE):
         spec = resolve_spec(compose("config", overrides=overrides))
     return replace(spec, train=replace(spec.train, max_steps=STEPS, eval_every=STEPS))
 

@@ -28,6 +28,7 @@ from hydra import initialize_config_module
 from times_record import TimesRecord
 
 from runner.cli import main as command_line
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
 from runner.rooms import install_rooms
@@ -275,7 +276,7 @@ def compose():
     register_schema()
 
     def made(*overrides):
-        with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+        with initialize_config_module("runner.conf", **VERSION_BASE):
             return resolve_spec(hydra_compose("config", rewrite_arguments(overrides)))
 
     return made

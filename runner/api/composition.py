@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict, read_write
 
 from runner.cli.main import check_config_dir
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, quote_value, rewrite_arguments
@@ -72,7 +73,7 @@ def compose_run(
     install_rooms()
     register_schema()
     try:
-        with separate_hydra(), hydra.initialize_config_module("runner.conf", version_base="1.3"):
+        with separate_hydra(), hydra.initialize_config_module("runner.conf", **VERSION_BASE):
             composed = hydra.compose("config", [*words, *search_path], return_hydra_config=True)
             HydraConfig.instance().set_config(composed)
             check_run_keys(composed)

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner import __version__
 from runner.config import commands
-from runner.config.hydra_plugins import ADVISE, set_plugin_folders
+from runner.config.hydra_plugins import ADVISE, MAIN_ARGUMENTS, set_plugin_folders
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
@@ -210,9 +210,7 @@ def call_hydra(argv: Sequence[str]) -> None:
     sys.argv = [sys.argv[0], *argv]
     try:
         # Hydra reads sys.argv, and calls run_job once, or in a sweep through its launcher.
-        as_main = hydra.main(
-            version_base="1.3", config_path="pkg://runner.conf", config_name="config"
-        )
+        as_main = hydra.main("pkg://runner.conf", "config", **MAIN_ARGUMENTS)
         as_main(run_job)()
     except COMPOSE_ERRORS as error:
         raise ConfigError(explain(error, argv)) from error

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import hydra.utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.plugin import Plugin
+from omegaconf import OmegaConf
 
 from runner.utils.files import import_paths
 
@@ -17,6 +20,17 @@ _SPACE = f"{_ROOT}.runner"
 ISOLATED = f"{_SPACE}.IsolatedLauncher"
 REMOTE = f"{_SPACE}.RemoteLauncher"
 ADVISE = f"{_SPACE}.AdviseSweeper"
+
+_IS_1_3 = hydra.__version__.startswith("1.3.")
+VERSION_BASE = {"version_base": "1.3"} if _IS_1_3 else {}
+"""An argument that Hydra 1.3 warns about where it is not given, and Hydra 1.4 where it is."""
+MAIN_ARGUMENTS: dict[str, Any] = VERSION_BASE.copy()
+if not _IS_1_3:
+    # Hydra 1.4 warns without a list of the targets that it may call; 1.3 calls what a command
+    # names. A command and the yamls of --config-dir are the user's own.
+    MAIN_ARGUMENTS["execution_whitelist"] = vars(hydra.utils)["UNSAFE_DISABLE_EXECUTION_CHECKS"]
+register_resolver = getattr(OmegaConf, "register_new_resolver" if _IS_1_3 else "register_resolver")
+"""OmegaConf's function that registers a resolver, whose name 2.4 changed."""
 
 
 @dataclass

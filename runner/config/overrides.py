@@ -60,8 +60,8 @@ EXPLAIN_COMMAND = "explain"
 _JOB_KEYS = {"hydra.sweep.dir", "hydra.job.num"}
 _JOB_FOLDER = "hydra.run.dir=${hydra.sweep.dir}/${hydra.sweep.subdir}"
 _SWEEPER = "hydra/sweeper=advise"
-_ADVISE_WORDS = (_SWEEPER, "--multirun")
-_MULTIRUN_FLAGS = {"-m", "--multirun"}
+_MULTIRUN = "--multirun"
+_MULTIRUN_FLAGS = {"-m", _MULTIRUN}
 _QUERY_FLAGS = ("--cfg", "-c", "--info", "--help", "-h", "--hydra-help")
 # Hydra's flags, but --cfg, which one of three words follows.
 _FLAGS = {*_FLAGS_WITH_VALUE, *_MULTIRUN_FLAGS, *_QUERY_FLAGS} - {"-c", "--cfg"}
@@ -114,7 +114,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     is_multirun = bool(_MULTIRUN_FLAGS & {*flags}) or "hydra.mode=MULTIRUN" in overrides
     if keys >= _JOB_KEYS and not is_multirun:
         overrides.append(_JOB_FOLDER)
-    return [*overrides, *_advise_words(overrides, flags), *flags]
+    return [*overrides, *_sweep_words(overrides, flags), *flags]
 
 
 def _override_of_option(flag: str, value: str) -> str:
@@ -161,23 +161,29 @@ def _names_run(text: str) -> bool:
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def _advise_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the words that make mode=advise or mode=gate a sweep of our sweeper; empty for other
-    commands."""
+def _sweep_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the words that make a command with a preset of a sweep, mode=advise or mode=gate a
+    sweep; empty for other commands and for those that have these words."""
+    if any(flag.partition("=")[0] in _QUERY_FLAGS for flag in flags):
+        return []
     modes = [text for text in overrides if text.startswith("mode=")]
     advises = modes[-1:] in (["mode=advise"], ["mode=gate"])
-    if not advises or any(flag.partition("=")[0] in _QUERY_FLAGS for flag in flags):
-        return []
-    if any(text.startswith(("hydra/sweeper=", "sweep=")) for text in overrides):
-        # Two sweepers contradict each other; the sweep's callback reports it.
-        return []
-    return [_SWEEPER] if _MULTIRUN_FLAGS & {*flags} else [*_ADVISE_WORDS]
+    has_preset = any(text.startswith("sweep=") for text in overrides)
+    has_sweeper = any(text.startswith("hydra/sweeper=") for text in overrides)
+    # Two sweepers contradict each other; the sweep's callback reports it.
+    words = [_SWEEPER] if advises and not has_preset and not has_sweeper else []
+    has_mode = any(text.startswith("hydra.mode=") for text in overrides)
+    # Hydra 1.4 does not read the mode that a preset sets.
+    if (words or (has_preset and not has_mode)) and not _MULTIRUN_FLAGS & {*flags}:
+        words.append(_MULTIRUN)
+    return words
 
 
 def without_program_options(argv: Sequence[str]) -> list[str]:
-    """Return a rewritten command without what rewrite_arguments added: the words that make
-    mode=advise a sweep, and the marks of new keys."""
-    added = _ADVISE_WORDS if _SWEEPER in argv else ()
+    """Return a rewritten command without what rewrite_arguments added: the words that make a
+    preset or mode=advise a sweep, and the marks of new keys."""
+    is_sweep = _SWEEPER in argv or any(text.startswith("sweep=") for text in argv)
+    added = (_SWEEPER, _MULTIRUN) if is_sweep else ()
     return [as_typed(text) for text in argv if text not in added]
 
 

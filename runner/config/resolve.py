@@ -87,6 +87,9 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     missing = sorted(key for key, value in leaves(values) if value == "???")
     if not allow_unresolved:
         refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
+    # Without the schema's types: the merge below names a key whose value does not fit.
+    untyped = OmegaConf.create(values)
+    OmegaConf.copy_cache(config, untyped)  # one time for each ${now:}
     try:
         if allow_unresolved:
             assert isinstance(values, dict)
@@ -95,9 +98,9 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
                 if isinstance(value, Mapping):
                     values[key] = {}
                     with suppress(OmegaConfBaseException):
-                        values[key] = whole(config[key])
+                        values[key] = whole(untyped[key])
         else:
-            values = OmegaConf.to_container(config, resolve=True)
+            values = OmegaConf.to_container(untyped, resolve=True)
         made = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error

@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from runner.config.hydra_plugins import register_resolver
 from runner.config.invocation import Invocation, given_keys, override_texts
 from runner.config.overrides import as_typed, override_key
 from runner.config.resolve import KEY_PREFIX
@@ -37,7 +38,8 @@ def use_sweep_time() -> None:
     Each job composes its own config, and all jobs of a sweep have one time.
     """
     began = datetime.fromtimestamp(Manifest.read(Path(HydraConfig.get().sweep.dir)).began_ms / 1000)
-    OmegaConf.register_new_resolver("now", began.strftime, use_cache=True, replace=True)
+    # OmegaConf 2.4 reads a resolver's signature, which a built-in method does not have.
+    register_resolver("now", lambda form: began.strftime(form), use_cache=True, replace=True)
 
 
 def job_overrides() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import runner
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.utils.errors import ConfigError
 from runner.utils.stop_signals import Stopped
 
@@ -345,7 +346,7 @@ def test_objects_leave_no_option_behind():
 
 def test_the_callers_own_hydra_stays_as_it_was(tmp_path):
     (tmp_path / "own.yaml").write_text("mine: 3")
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+    with initialize_config_dir(str(tmp_path), **VERSION_BASE):
         runner.compose(["model=mlp"])
         assert compose("own").mine == 3
 

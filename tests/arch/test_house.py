@@ -11,6 +11,7 @@ from hydra import initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema
 from runner.config.targets import check_targets, locate
 
@@ -110,7 +111,7 @@ def test_every_option_composes_and_its_keywords_bind(path, compose):
 def test_every_sweep_has_its_grid(path, compose):
     """Its overrides must compose one by one; a sweeper finds a typing error in the last job."""
     register_schema()
-    with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+    with initialize_config_module("runner.conf", **VERSION_BASE):
         config = hydra_compose("config", [f"sweep={path.stem}"], return_hydra_config=True)
     assert config.hydra.mode.name == "MULTIRUN"
     for key, values in config.hydra.sweeper.params.items():

@@ -1,8 +1,12 @@
 """The packages of runner/ stand in one order: each imports from itself and from those below it."""
 
 import ast
+import re
 import sys
+import tomllib
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,13 @@ ORDER = (
     "cli",
     "api",
 )
+# Modules that a declared distribution brings along.
+BROUGHT_BY = {
+    "IPython": "ipykernel",
+    "optuna": "hydra-optuna-sweeper",
+    "ray": "hydra-ray-launcher",
+    "submitit": "hydra-submitit-launcher",
+}
 FILES = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "runner").rglob("*.py")
@@ -137,6 +148,20 @@ def test_optional_libraries_are_imported_where_they_are_needed_only():
     optional = {"bitsandbytes", "torchao", "transformer_engine", "peft"}
     users = {path for path in FILES if optional & tops(imports(path, top_only=True))}
     assert not [path for path in users if path.parent != Path("runner/precision/layers")]
+
+
+def test_each_imported_distribution_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [needs for name, needs in project["optional-dependencies"].items() if name != "dev"]
+    needs = chain(project["dependencies"], *extras)
+    declared = {re.match(r"[\w-]+", requirement)[0] for requirement in needs}
+    installed = packages_distributions()
+    models = (path.relative_to(ROOT) for path in (ROOT / "models").glob("*.py"))
+    for path in (*FILES, *models):
+        for module in tops(imports(path)) - {"runner"}:
+            owners = installed.get(module, [module.replace("_", "-")])
+            names = {BROUGHT_BY.get(module), *(name.lower() for name in owners)}
+            assert names & declared, f"{path} imports {module}, which pyproject.toml does not name"
 
 
 def test_config_objects_stop_at_the_config_layer():

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from composition_cache import cache_compositions
 from hydra import compose, initialize_config_module
 
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.invocation import Invocation
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
@@ -79,7 +80,7 @@ def noted(collective, kind, which, note):
 
 
 def compose_spec(overrides):
-    with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+    with initialize_config_module("runner.conf", **VERSION_BASE):
         typed = rewrite_arguments(["tracking=none", RANK_JOURNAL, *overrides])
         return resolve_spec(compose("config", typed))
 

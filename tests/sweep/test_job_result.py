@@ -4,6 +4,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema
 from runner.sweeps.job_result import is_sweep_job, use_sweep_time
 from runner.sweeps.manifest import Manifest
@@ -14,7 +15,7 @@ BEGAN_MS = 1_700_000_000_000
 def compose_job(folder, *overrides):
     """Set HydraConfig to that of a job in a sweep's folder."""
     register_schema()
-    with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+    with initialize_config_module("runner.conf", **VERSION_BASE):
         config = compose("config", [f"hydra.sweep.dir={folder}", *overrides], True)
     HydraConfig.instance().set_config(config)
 

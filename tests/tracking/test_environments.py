@@ -132,6 +132,7 @@ from pathlib import Path
 import mlflow
 from hydra import compose, initialize_config_module
 
+from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema, resolve_spec
 from runner.modes.run import run
 from runner.rooms import install_rooms
@@ -140,7 +141,7 @@ mlflow.set_tracking_uri(sys.argv[1])
 mlflow.set_experiment("notebook")
 install_rooms()
 register_schema()
-with initialize_config_module(version_base="1.3", config_module="runner.conf"):
+with initialize_config_module("runner.conf", **VERSION_BASE):
     spec = resolve_spec(compose("config", ["model=mlp", "model.hidden=[16]", "train.max_steps=3"]))
 with mlflow.start_run() as mine:
     mlflow.log_metric("before", 1.0)

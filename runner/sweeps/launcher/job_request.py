@@ -111,7 +111,8 @@ def compose_job_config(
     """
     job_config = context.config_loader.load_sweep_config(config, list(overrides))
     with open_dict(job_config):
-        job_config.hydra.job.id = job_config.hydra.job.num = number
+        job_config.hydra.job.num = number
+        job_config.hydra.job.id = str(number)
     return job_config
 
 
