@@ -90,8 +90,12 @@ def _run(
                 )
             if not context.mode.is_recorded:
                 context.mode.run(context, plan.saved)
-                names = (context.precision.name, context.label, str(out))
-                result = RunResult(*names, device=context.accelerator.name)
+                result = RunResult(
+                    precision=context.precision.name,
+                    label=context.label,
+                    folder=str(out),
+                    device=context.accelerator.name,
+                )
                 result.write(out)
                 return result
         result = _run_tracked(context, plan.saved)
@@ -231,6 +235,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
         "data": invocation.option_name("data", spec.data),
         "accelerator": context.accelerator.kind,
         "device_name": context.device_name,
+        "settings": " ".join(invocation.settings(spec)),
         "output_dir": str(context.out.absolute()),
         "mode": spec.mode,
         # For reports that find no result.json.

@@ -116,15 +116,17 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
     """
     from runner.modes.result import RunResult
 
-    words = job_words()
+    precision, *words = job_words()
+    settings = [text for text in words if override_key(text) != "seed"]
     RunResult(
-        words[0],
-        " ".join(words),
-        str(folder),
-        status,
-        message,
-        job_overrides(),
-        " ".join(text for text in words if not text.startswith("seed=")),
-        config.get("seed"),
+        precision=precision,
+        label=" ".join([precision, *words]),
+        folder=str(folder),
+        status=status,
+        error=message,
+        overrides=job_overrides(),
+        group=" ".join([precision, *settings]),
+        settings=settings,
+        seed=config.get("seed"),
         left_out=keys_left_out_of_job(),
     ).write(folder)

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.verdict.compare import BASELINE, compare_with_baselines, group_name
-from runner.sweeps.verdict.gate import gate_verdict
+from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.verdict.compare import BASELINE, group_name
 from runner.tracking.history import Curve
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import grouped
@@ -114,15 +113,17 @@ def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Poi
 def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
     """Return the style of each group, by name: a colour for each precision, and a dash pattern for
     each of the other settings. Groups of more settings than patterns differ in colour alone."""
-    settings = [*dict.fromkeys(result.settings for result in results)]
+    # Of a report on two sweeps the sweep is a setting, too.
+    own = [(result.sweep, *result.settings) for result in results]
+    settings = [*dict.fromkeys(own)]
     is_dashed = len(settings) <= len(DASH_PATTERNS)
     colours = {BASELINE: INK}
     styles = {}
-    for result in results:
+    for result, words in zip(results, own, strict=True):
         name = group_name(result)
         free = GROUP_COLOURS[(len(colours) - 1) % len(GROUP_COLOURS)]
         colour = colours.setdefault(result.precision if is_dashed else name, free)
-        styles[name] = (colour, settings.index(result.settings) if is_dashed else 0)
+        styles[name] = (colour, settings.index(words) if is_dashed else 0)
     return styles
 
 
@@ -211,20 +212,20 @@ class _Charts:
     """The charts of the jobs of a sweep that trained, instead of evaluating a checkpoint."""
 
     def __init__(self, data: SweepData) -> None:
-        jobs = [job for job in data.jobs if not job.result.trained_in]
         self.advice = data.advice
+        self.gate = data.gate
         self.baseline = BASELINE
         if self.advice is not None:
-            self.baseline = self.advice.settings.baseline
+            self.baseline = self.advice.request.baseline
             self.judged = [verdict.comparison for verdict in self.advice.verdicts]
         else:
-            self.judged = compare_with_baselines([job.result for job in jobs])
+            self.judged = [each for each in data.compared if not each.group.is_evaluation]
         self.style_of = group_styles([result for c in self.judged for result in c.group.jobs])
         self.has_settings = any(dash for _, dash in self.style_of.values())
         order = [*self.style_of]
         # Without the search of mode=advise for remedies, and group by group: the narrow curves of
         # the last ones are above the wide ones.
-        jobs = [job for job in jobs if group_name(job.result) in self.style_of]
+        jobs = [job for job in data.jobs if group_name(job.result) in self.style_of]
         self.jobs = sorted(jobs, key=lambda job: order.index(group_name(job.result)))
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
         self.seeds = sorted({job.result.seed or 0 for job in jobs})
@@ -268,10 +269,9 @@ class _Charts:
 
     def intervals(self) -> list[Interval]:
         """Return the differences to the baseline that the verdicts rest on."""
-        gate = gate_verdict(self.advice) if self.advice else None
-        if gate is not None:
-            colour = self.style_of[gate.precision.name][0]
-            return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in gate.looks]
+        if self.gate is not None:
+            colour = self.style_of[self.gate.precision.name][0]
+            return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in self.gate.looks]
         tested = [(c.group, c.difference) for c in self.judged if c.difference]
         # Differences of several metrics are in no common unit.
         if len({group.metric for group, _ in tested}) > 1:
@@ -287,7 +287,7 @@ class _Charts:
         metric, direction, sign = job.quality, job.direction, 1
         notes = "bars: 95 % interval"
         if self.advice is not None:
-            settings = self.advice.settings
+            settings = self.advice.request
             metric, direction, sign = settings.metric, settings.direction, settings.sign
             notes = "bars: interval of the test"
             losses = self.advice.baseline_losses

@@ -8,50 +8,28 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from typing import NamedTuple
 
 from runner.config.resolve import omitted_key_messages
-from runner.modes.result import (
-    FIXED_COLUMNS,
-    METRIC_PREFIX,
-    SETTING_PREFIX,
-    RunResult,
-    setting_values,
-    table_rows,
-)
-from runner.sweeps.report import advice_page
+from runner.modes.result import RunResult, setting_values, table_columns, table_rows
+from runner.sweeps.report.advice_page import advice_blocks
 from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
-from runner.sweeps.report.conclusion import (
-    NO_BASELINE_REASON,
-    conclusion_sentence,
-    failure_sentence,
-    next_command,
-    only_answer,
-    reservations,
-)
-from runner.sweeps.report.load import Job, SweepData
+from runner.sweeps.report.conclusion import NO_BASELINE_REASON
 from runner.sweeps.report.settings_grid import settings_blocks
-from runner.sweeps.report.wording import (
-    OUTCOME_WORDS,
-    cast_notes,
-    common_verdict,
-    join_names,
-    rating_words,
-    verdict_words,
-)
+from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.report.wording import OUTCOME_WORDS, cast_note, common_verdict, join_names
+from runner.sweeps.verdict.answer import CaveatKind
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_ONE_SEED,
     MIN_GAIN_SEEDS,
     Comparison,
-    sweep_letter,
+    job_name,
 )
-from runner.sweeps.verdict.gate import gate_verdict
-from runner.sweeps.verdict.statistics import ERROR_RATE, Difference, Verdict
+from runner.sweeps.verdict.statistics import ERROR_RATE
 from runner.utils.files import prepare_output, write_text
 from runner.utils.formatting import format_number, format_percent, grouped
 from runner.utils.markup import (
@@ -65,14 +43,16 @@ from runner.utils.markup import (
     Text,
     markdown,
     markdown_text,
+    notebook_frame,
     to_html,
     to_markdown,
 )
 from runner.utils.other_programs import BUSY_SHARE
 from runner.utils.plots import svg_element
-from runner.utils.secrets import redact, redact_values
+from runner.utils.secrets import redact_values
 
-Row = Mapping[str, object]
+NOTED_CAVEATS = (CaveatKind.FAILED, CaveatKind.UNTRAINED, CaveatKind.BUSY)
+"""Caveats in the note of MLflow's parent run."""
 MAX_TITLE_KEYS = 4
 """Swept keys in the title of the page."""
 MAX_FAILED_JOB_NAMES = 6
@@ -92,12 +72,13 @@ lower bound of a deviation that few seeds measure counts. Worse or better: beyon
 by the same test at {ERROR_RATE:.0%} for all precisions together. Neither: not enough evidence.
 What is tolerated you say: sweep.resume=<folder> advise.max_gap=0.01, in the unit of the quality,
 judges the same jobs anew."""
-SPEED_NOTE = """examples/s of training, without the first block of steps and without evaluations (in
-mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
-the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or slower
-where the interval excludes 1 and the median is more than {several:.0%} from it ({single:.0%} with
-one seed), and unclear where other programs kept more than {busy:.0%} of a CPU busy. Not timed where
-one of the jobs took less than a quarter of a second for its steps."""
+SPEED_NOTE = f"""examples/s of training, without the first block of steps and without evaluations
+(in mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else
+of the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or
+slower where the interval excludes 1 and the median is more than {MIN_GAIN_SEEDS:.0%} from it
+({MIN_GAIN_ONE_SEED:.0%} with one seed), and unclear where other programs kept more than
+{BUSY_SHARE:.0%} of a CPU busy. Not timed where one of the jobs took less than a quarter of a second
+for its steps."""
 TWO_SWEEPS_NOTE = f"""the jobs of A and of B are compared with {BASELINE} of A. B's seeds are paired
 with A's where both are the same. Whatever differs between A and B may be the cause of a verdict on
 B."""
@@ -119,12 +100,11 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be written to.
     """
-    compared = data.compared
     title = _page_title(data)
     if data.advice:
-        answer = list(advice_page.advice_blocks(data.advice))
+        answer = [*_answer_blocks(data), *advice_blocks(data.advice, data.gate)]
     else:
-        answer = list(_answer_blocks(data, compared))
+        answer = [*_compared_blocks(data)]
     if data.fetch_failures:
         answer += [
             Heading("Not fetched from the store"),
@@ -136,7 +116,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         ]
     pictures = [svg_element(figure) for figure in chart_figures(data)]
     charts = [Heading("Curves"), Charts(pictures, legend_entries(data))] if pictures else []
-    details = list(_detail_blocks(data, compared))
+    details = list(_detail_blocks(data))
 
     # Markdown cannot hold the charts: they are in report.png.
     paths = [
@@ -148,11 +128,10 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         picture_path = prepare_output(folder / "report.png")
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
-    metrics, tags, _ = answer_record(data)
-    paths += write_rows(table_rows(data.results), folder, {**metrics, **tags})
-    gate = gate_verdict(data.advice) if data.advice else None
-    if gate is not None:
-        paths.append(gate.write(folder))
+    record = data.answer.record
+    paths += write_rows(data.results, folder, {**record.metrics, **record.tags})
+    if data.gate is not None:
+        paths.append(data.gate.write(folder))
     return paths
 
 
@@ -165,18 +144,24 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         data: the sweep.
         links: Markdown of links to the sweep's pages.
     """
+    answer = data.answer
     if data.advice:
-        parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
+        parts = [*map(markdown, _answer_blocks(data)), links]
     else:
-        compared = data.compared
-        failures = failure_sentence(compared, data.missing_jobs_clause)
-        # The command is in the run's tag, caveats are in the report.
-        reservations = [failures, data.untrained_sentence, data.speed_reservation]
-        rest = [links, *map(markdown_text, reservations)]
-        answer = data.no_answer or conclusion_sentence(data, compared)
-        conclusion = markdown(Text(answer, "answer"))
-        parts = [conclusion, " · ".join(filter(None, rest))]
+        # The command is in the run's tag, other caveats are in the report.
+        noted = [markdown_text(each.text) for each in answer.caveats if each.kind in NOTED_CAVEATS]
+        parts = [
+            markdown(Text(answer.sentence, "answer")),
+            " · ".join(filter(None, [links, *noted])),
+        ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def advice_html(data: SweepData) -> str:
+    """Return the answer of mode=advise as a notebook shows it."""
+    assert data.advice is not None
+    blocks = [*_answer_blocks(data), *advice_blocks(data.advice, data.gate)]
+    return notebook_frame(to_html("mode=advise", blocks))
 
 
 def _page_title(data: SweepData) -> str:
@@ -185,9 +170,9 @@ def _page_title(data: SweepData) -> str:
     models = _distinct(result.model for result in results)
     data_sets = _distinct(result.data for result in results)
     trained = " on ".join(filter(None, [models, data_sets]))
-    if data.advise_settings and data.advise_settings.mode == "gate":
+    if data.request and data.request.mode == "gate":
         return f"Does this precision train {trained or 'this model'}?"
-    if data.advise_settings:
+    if data.request:
         return f"Which precision for {trained or 'this model'}?"
     keys = swept_keys(results)[:MAX_TITLE_KEYS]
     title = f"Sweep over {' × '.join(keys) or 'one job'}"
@@ -220,8 +205,22 @@ def _distinct(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, names)))
 
 
-def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
-    """Yield what a reader in a hurry reads: the conclusion, the failures, the table of groups."""
+def _answer_blocks(data: SweepData) -> Iterator[Block]:
+    """Yield the answer, the command to type next, and the reservations."""
+    answer = data.answer
+    yield Text(answer.sentence, "answer")
+    if answer.command:
+        if data.advice:
+            yield Text("Next:")
+        yield Commands([str(answer.command)])
+    for caveat in answer.caveats:
+        yield Text(caveat.text)
+
+
+def _compared_blocks(data: SweepData) -> Iterator[Block]:
+    """Yield what a reader in a hurry reads of a sweep that the user laid out: the answer and the
+    table of groups."""
+    compared = data.compared
     groups = [comparison.group for comparison in compared]
     finished = sum(group.counts.get("finished", 0) for group in groups)
     # The number of jobs is not known of every sweep; then those that began are counted.
@@ -230,17 +229,12 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     devices = _distinct(group.device for group in groups)
     sweep = f"sweep {data.sweep_id}" if data.sweep_id else ""
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
-    for note in data.notes:
-        yield Text(note)
-    yield Text(data.no_answer or conclusion_sentence(data, compared), "answer")
-    command = next_command(data, compared)
-    if command:
-        yield Commands([command])
-    yield from map(Text, reservations(data, compared))
+    yield from map(Text, data.notes)
+    yield from _answer_blocks(data)
     if not compared:
         return
     yield from settings_blocks(compared)
-    yield groups_table(compared, None if data.no_answer else only_answer(compared).pick)
+    yield groups_table(compared, data.answer.pick)
     verdict = common_verdict(compared)
     if verdict:
         yield Text(f"Against the baseline, each one with a result: {verdict}.", "small")
@@ -253,11 +247,11 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Text(f"Not compared: {names}: {NO_BASELINE_REASON} with the same settings.", "small")
 
 
-def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
+def _detail_blocks(data: SweepData) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
-    groups = [comparison.group for comparison in compared]
+    groups = [comparison.group for comparison in data.compared]
     failed = [job for job in data.jobs if job.result.outcome != "finished"]
-    labels_by_reason = grouped((_failure_reason(job), job.result.label) for job in failed)
+    labels_by_reason = grouped((_failure_reason(job), job_name(job.result)) for job in failed)
     if labels_by_reason:
         failures = labels_by_reason.items()
         yield Heading("Without a result")
@@ -281,11 +275,11 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Heading("Commands")
         yield Commands(data.commands)
     # mode=advise judges by a test of its own, which advice_page explains.
-    if data.advise_settings:
+    if data.request:
         return
     if any(group.finished_count for group in groups):
         yield Heading("How this was compared")
-        yield Items(list(report_footnotes(data, compared)), small=True)
+        yield Items(list(report_footnotes(data)), small=True)
 
 
 def _failure_reason(job: Job) -> str:
@@ -306,132 +300,108 @@ def _failure_reason(job: Job) -> str:
     return f"diverged: {metrics}"
 
 
-def report_footnotes(data: SweepData, compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
+def report_footnotes(data: SweepData) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) for every kind of number that the report compares.
 
     A report gets the note of a number only if it shows such a number.
     """
-    finished = [comparison.group for comparison in compared if comparison.group.finished_count]
-    if any(group.quality for group in finished):
-        seeds = {job.seed for group in finished for job in group.jobs if job.seed is not None}
-        yield "Quality", QUALITY_NOTE.format(seeds=", ".join(map(str, sorted(seeds))) or "unknown")
-    if any(group.change for group in finished):
-        yield "Change", CHANGE_NOTE
-    tests = {comparison.difference.test for comparison in compared if comparison.difference} - {""}
-    if tests:
-        # Welch's note names the paired test, too: groups of one report can need either.
-        source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
-        accepted = data.tolerance
-        unit = f"{accepted.deviations:g} × the deviation of {BASELINE}'s seeds (advise.tolerance)"
-        if accepted.max_gap is not None:
-            unit = f"{accepted.max_gap:g} (advise.max_gap)"
-        yield "Verdict", VERDICT_NOTE.format(test=source, accepted=unit)
-    if any(c.speed_ratio for c in compared if not c.is_baseline):
-        limits = {"several": MIN_GAIN_SEEDS, "single": MIN_GAIN_ONE_SEED, "busy": BUSY_SHARE}
-        yield "Speed", SPEED_NOTE.format(**limits)
-    if any(sweep_letter(group.name) for group in finished):
-        yield "Two sweeps", TWO_SWEEPS_NOTE
-    names_by_rounding = grouped(
-        (rounding, group.name)
-        for group in finished
-        for rounding in sorted({job.fused_rounding or "uncompiled" for job in group.jobs})
-    )
-    if names_by_rounding.keys() - {"uncompiled"}:
-        groups = [f"{name}: {', '.join(names)}" for name, names in names_by_rounding.items()]
-        yield "Rounding between fused operations", f"{'; '.join(groups)}. {ROUNDING_NOTE}"
-    # Which keys of the command which precisions ran without.
-    jobs = [job for comparison in compared for job in comparison.group.jobs]
-    pairs = dict.fromkeys(f"{job.precision} {key}" for job in jobs for key in job.left_out)
-    if pairs:
-        yield "Keys", " ".join(omitted_key_messages(list(pairs)))
-    yield from cast_notes(finished)
-    if any(group.is_on_cpu for group in finished):
-        yield "Memory on a CPU", CPU_MEMORY_NOTE
-    if any(group.memory_mib for group in finished if not group.is_on_cpu):
-        yield "Memory on a GPU", GPU_MEMORY_NOTE
+    for footnote in FOOTNOTES:
+        if any(map(footnote.is_shown_by, data.compared)):
+            text = footnote.text
+            yield footnote.term, text if isinstance(text, str) else text(data)
 
 
-def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], int]:
-    """Return what the report says of each group of seeds against the baseline, for MLflow.
+def _quality_note(data: SweepData) -> str:
+    groups = [comparison.group for comparison in data.compared if comparison.group.finished_count]
+    seeds = {job.seed for group in groups for job in group.jobs if job.seed is not None}
+    return QUALITY_NOTE.format(seeds=", ".join(map(str, sorted(seeds))) or "unknown")
 
-    Returns:
-        The metrics of the parent run: the gap in quality (group minus baseline; of an evaluated
-        checkpoint, minus what it reached in its own precision), half the width of the gap's
-        confidence interval, and the ratios of speed and memory. Its tags: the verdicts, which a
-        resumed sweep may change. The step of the metrics, the optimizer steps of all jobs.
-    """
-    sign = data.advice.settings.sign if data.advice else 1
-    gate = gate_verdict(data.advice) if data.advice else None
-    judged: list[tuple[Comparison, str]] = []
-    if gate is not None:
-        look = gate.looks[-1] if gate.looks else None
-        tested = look and Difference(Verdict.UNCLEAR, look.gap, look.seeds, look.half_width)
-        judged = [(replace(gate.precision.comparison, difference=tested), gate.decision)]
-    elif data.advice:
-        for verdict in data.advice.verdicts:
-            comparison = verdict.comparison
-            if verdict.is_emulated:
-                # As in the table: an emulation's speed is not the hardware's, nor its peak memory.
-                memory = comparison.memory_ratio if verdict.group.is_on_cpu else None
-                comparison = replace(comparison, speed_ratio=None, memory_ratio=memory)
-            judged.append((comparison, rating_words(verdict)))
-    else:
-        compared = data.compared
-        judged = [(comparison, verdict_words(comparison)) for comparison in compared]
-    metrics = {}
-    tags = {}
-    for comparison, verdict in judged:
+
+def _verdict_note(data: SweepData) -> str:
+    tests = {comparison.difference.test for comparison in data.compared if comparison.difference}
+    # Welch's note names the paired test, too: groups of one report can need either.
+    source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
+    accepted = data.tolerance
+    unit = f"{accepted.deviations:g} × the deviation of {BASELINE}'s seeds (advise.tolerance)"
+    if accepted.max_gap is not None:
+        unit = f"{accepted.max_gap:g} (advise.max_gap)"
+    return VERDICT_NOTE.format(test=source, accepted=unit)
+
+
+def _rounding_note(data: SweepData) -> str:
+    names_by_rounding: dict[str, list[str]] = {}
+    for comparison in data.compared:
         group = comparison.group
-        speed = comparison.speed_ratio
-        numbers = {
-            "gap": group.change.mean if group.change else None,
-            "gap_half_width": None,
-            "speed_ratio": speed.value if speed else None,
-            "memory_ratio": comparison.memory_ratio,
-        }
-        if comparison.difference:
-            numbers["gap"] = sign * comparison.difference.value
-            numbers["gap_half_width"] = comparison.difference.ci_half_width
-        # The first device's names stay when jobs of another device join the sweep.
-        is_first = group.device == judged[0][0].group.device
-        name = redact(group.name if is_first else f"{group.name} {group.device}")
-        # MLflow's names hold no equals sign.
-        name = name.replace("=", ":")
-        tags[f"verdict/{name}"] = verdict
-        for key, number in numbers.items():
-            # With too few seeds the interval is infinite.
-            if number is not None and math.isfinite(number):
-                metrics[f"answer/{key}/{name}"] = number
-    for name, layers in data.router_flips.items():
-        metrics[f"answer/router_flips/{redact(name).replace('=', ':')}"] = fmean(layers.values())
-    # The steps grow when a sweep is resumed: of two points at one step the first one stays.
-    return metrics, tags, sum(result.steps for result in data.results)
+        roundings = {job.fused_rounding or "uncompiled" for job in group.jobs}
+        for rounding in sorted(roundings) if group.finished_count else ():
+            names_by_rounding.setdefault(rounding, []).append(group.name)
+    groups = [f"{name}: {', '.join(names)}" for name, names in names_by_rounding.items()]
+    return f"{'; '.join(groups)}. {ROUNDING_NOTE}"
 
 
-def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> list[Path]:
-    """Write rows of table_rows() as report.csv and report.json into a folder; return the paths.
+def _left_out_note(data: SweepData) -> str:
+    pairs = [f"{result.precision} {key}" for result in data.results for key in result.left_out]
+    return " ".join(omitted_key_messages([*dict.fromkeys(pairs)]))
+
+
+class Footnote(NamedTuple):
+    """An explanation under a report of the numbers of one kind.
+
+    Attributes:
+        is_shown_by: whether the report shows such a number of a comparison.
+    """
+
+    term: str
+    is_shown_by: Callable[[Comparison], object]
+    text: str | Callable[[SweepData], str]
+
+
+FOOTNOTES = (
+    Footnote("Quality", lambda c: c.group.quality, _quality_note),
+    Footnote("Change", lambda c: c.group.change, CHANGE_NOTE),
+    Footnote("Verdict", lambda c: c.difference and c.difference.test, _verdict_note),
+    Footnote("Speed", lambda c: c.speed_ratio and not c.is_baseline, SPEED_NOTE),
+    Footnote("Two sweeps", lambda c: c.group.sweep, TWO_SWEEPS_NOTE),
+    Footnote(
+        "Rounding between fused operations",
+        lambda c: any(job.fused_rounding for job in c.group.jobs),
+        _rounding_note,
+    ),
+    Footnote("Keys", lambda c: any(job.left_out for job in c.group.jobs), _left_out_note),
+    Footnote(
+        "Autocast",
+        lambda c: any(job.cast_note for job in c.group.jobs),
+        lambda data: cast_note(data.results),
+    ),
+    Footnote(
+        "Memory on a CPU", lambda c: c.group.is_on_cpu and c.group.finished_count, CPU_MEMORY_NOTE
+    ),
+    Footnote(
+        "Memory on a GPU", lambda c: c.group.memory_mib and not c.group.is_on_cpu, GPU_MEMORY_NOTE
+    ),
+)
+
+
+def write_rows(
+    results: Sequence[RunResult], folder: Path, answer: Mapping[str, object] | None = None
+) -> list[Path]:
+    """Write table_rows() as report.csv and report.json into a folder; return the paths.
 
     In CSV None is an empty field. In JSON, which has the meaning of each column and the metrics
-    and tags of answer_record(), too, a number that is not finite is its name.
+    and tags of the answer, too, a number that is not finite is its name.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    safe_rows = redact_values([dict(row) for row in rows])
-    columns = list(safe_rows[0]) if safe_rows else list(FIXED_COLUMNS)
+    columns = table_columns(results)
+    rows = redact_values(table_rows(results))
     text = io.StringIO()
     # "\n": csv's own "\r\n" would become "\r\r\n" where the platform writes line ends of two.
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, [*columns], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(safe_rows)
-    meanings = dict(FIXED_COLUMNS)
-    for name in columns:
-        if name.startswith(METRIC_PREFIX):
-            meanings[name] = f"last value of {name.removeprefix(METRIC_PREFIX)}"
-        elif name.startswith(SETTING_PREFIX):
-            meanings[name] = f"value of {name.removeprefix(SETTING_PREFIX)} that the command sets"
-    plain = [{name: _json_value(value) for name, value in row.items()} for row in safe_rows]
-    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain, "answer": answer}
+    writer.writerows(rows)
+    plain = [{name: _json_value(value) for name, value in row.items()} for row in rows]
+    content = {"version": SCHEMA_VERSION, "columns": columns, "rows": plain, "answer": answer}
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
         write_text(folder / "report.csv", text.getvalue()),

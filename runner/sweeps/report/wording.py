@@ -1,14 +1,15 @@
 """Word verdicts, ratios and numbers, for the tables and sentences of reports and of mode=advise."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, caveats_of
+from runner.modes.result import RunResult
+from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import PrecisionVerdict
-from runner.sweeps.verdict.settings import TIMEOUT_WORDS
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.formatting import first_names, format_number
+from runner.utils.formatting import first_names, format_number, grouped
 from runner.utils.markup import Tone
 
 VERDICT_WORDS = {
@@ -89,6 +90,12 @@ def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     return first_names([*names], limit)
 
 
+def capitalised_sentence(text: str) -> str:
+    """Return a clause as a sentence."""
+    # str.capitalize() would lower all letters but the first.
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def outcome_words(group: Group) -> str:
     """Return how the jobs of a group ended."""
     return ", ".join(OUTCOME_WORDS.get(outcome, outcome) for outcome in group.counts)
@@ -118,8 +125,12 @@ def difference_words(difference: Difference) -> tuple[str, str]:
 def common_verdict(comparisons: Sequence[Comparison]) -> str:
     """Return the verdict that all of many differences to the baseline share, else empty."""
     differences = [c.difference for c in comparisons if c.difference]
-    verdicts = {difference_words(difference)[0] for difference in differences}
-    return verdicts.pop() if len(verdicts) == 1 and len(differences) > MAX_LISTED_NAMES else ""
+    verdicts = {difference.verdict for difference in differences}
+    # A verdict by how much differs from row to row.
+    is_common = len(verdicts) == 1 and not verdicts & {Verdict.WORSE, Verdict.BETTER}
+    if not is_common or len(differences) <= MAX_LISTED_NAMES:
+        return ""
+    return difference_words(differences[0])[0]
 
 
 def speed_words(comparison: Comparison) -> str:
@@ -177,7 +188,7 @@ def rating_reason(verdict: PrecisionVerdict) -> str:
         )
     attempts = []
     for overrides, gap in verdict.attempted_remedies:
-        loss = f"{verdict.settings.noun} {verdict.settings.sign * gap:+.2g}"
+        loss = f"{verdict.request.noun} {verdict.request.sign * gap:+.2g}"
         attempts.append(f"{overrides} {'did not finish' if math.isnan(gap) else loss}")
     if attempts:
         parts.append(f"tried on one seed: {', '.join(attempts)}")
@@ -188,27 +199,27 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
     """Return the numbers behind a verdict, or what prevented one."""
     group = verdict.group
     test = verdict.test
-    settings = verdict.settings
+    request = verdict.request
     has_no_test = verdict.rating in (Verdict.FAILED, Verdict.UNAVAILABLE, Verdict.DIVERGED)
     if has_no_test and group.reasons:
         return group.reasons[0].split("\n")[0]
     if verdict.rating is Verdict.SLOW:
         step = min(job.steps for job in group.jobs)
-        return f"a trial reached step {step} in {TIMEOUT_WORDS} {settings.baseline}'s time"
+        return f"a trial reached step {step} in {TIMEOUT_WORDS} {request.baseline}'s time"
     if test is None:
         # Any other metric than the loss is the quality of the trials.
-        spread = group.loss if settings.metric == VAL_LOSS else group.quality
-        if spread is None or verdict.name != settings.baseline:
+        spread = group.loss if request.metric == VAL_LOSS else group.quality
+        if spread is None or verdict.name != request.baseline:
             return ""
         seeds = "one seed"
         if spread.sd is not None:
             seeds = f"seeds differ by {format_number(spread.sd)}"
-        return f"{settings.noun} {format_number(spread.mean)}, {seeds}"
+        return f"{request.noun} {format_number(spread.mean)}, {seeds}"
     if test.n < MIN_SEEDS:
-        gap = f"{settings.sign * test.value:+.2g}"
-        return f"{settings.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
-    interval = format_interval(settings.sign * test.value, test.ci_half_width, "+")
-    return f"{settings.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
+        gap = f"{request.sign * test.value:+.2g}"
+        return f"{request.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
+    interval = format_interval(request.sign * test.value, test.ci_half_width, "+")
+    return f"{request.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
 
 
 def health_words(verdict: PrecisionVerdict) -> str:
@@ -238,8 +249,19 @@ def stagnation_sentence(groups: Iterable[Group]) -> str:
     )
 
 
-def cast_notes(groups: Iterable[Group]) -> Iterator[tuple[str, str]]:
-    """Yield (term, explanation) of casts that followed torch's list for CPUs."""
-    notes = caveats_of(groups, of_casts=True)
-    if notes:
-        yield "Autocast", " ".join(notes)
+def unasked_sentences(groups: Iterable[Group]) -> list[str]:
+    """Return what the groups' jobs did not compute as asked, with the precisions."""
+    jobs = [job for group in groups for job in group.jobs]
+    return _with_precisions((text, job.precision) for job in jobs for text in job.caveats)
+
+
+def cast_note(results: Iterable[RunResult]) -> str:
+    """Return whose casts followed torch's list for CPUs; empty for none."""
+    noted = [(result.cast_note, result.precision) for result in results if result.cast_note]
+    return " ".join(_with_precisions(noted))
+
+
+def _with_precisions(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return each text of pairs with a precision once, after its precisions."""
+    named = grouped(pairs).items()
+    return [f"{', '.join(dict.fromkeys(precisions))}: {text}" for text, precisions in named]

@@ -14,15 +14,13 @@ from job_results import GPU, finished
 from runner.modes.result import RunResult
 from runner.sweeps.report import load
 from runner.sweeps.report.load import (
-    Job,
-    SweepData,
     load_from_folder,
     load_from_store,
     with_unique_names,
     write_job_facts,
 )
-from runner.sweeps.report.pages import answer_record
 from runner.sweeps.report.rebuild import rebuild_report, store_report
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
@@ -57,7 +55,13 @@ def sweep(tmp_path):
     command = ["python", "-m", "runner", "-m", "precision.keep_fp32=[a b]"]
     (folder / "sweep.json").write_text(json.dumps({"id": "s", "overrides": [], "command": command}))
     replace(DONE, folder=str(folder / "0")).write(folder / "0")
-    RunResult("64-true", "64-true", str(folder / "1"), "failed", "a | b").write(folder / "1")
+    RunResult(
+        precision="64-true",
+        label="64-true",
+        folder=str(folder / "1"),
+        status="failed",
+        error="a | b",
+    ).write(folder / "1")
     (folder / "2").mkdir()
     return folder
 
@@ -169,8 +173,8 @@ def test_a_run_without_a_result_is_compared_by_the_quality_of_its_task(metric, t
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
     monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 truncated")
-    content = {"results": [asdict(DONE)], "requested_jobs": 1}
-    monkeypatch.setattr(load, "_stored_lists", lambda *_: [content])
+    facts = load.JobFacts(results=[asdict(DONE)], requested_jobs=1)
+    monkeypatch.setattr(load, "_stored_lists", lambda *_: [facts])
     monkeypatch.setattr(load, "result_of_run", lambda _, run: replace(DONE, run_id=run.run_id))
     reader = Reader(stored[0])
     jobs = load_from_store(reader, reader.run(stored[1])).jobs
@@ -207,7 +211,7 @@ def test_a_second_device_changes_no_name_and_outdated_ones_are_cleared(stored, t
     alone = [finished("32-true"), finished("16-mixed", examples_per_second=50.0)]
     joined = [*alone, *(replace(one, device="B", examples_per_second=9.0) for one in alone)]
     for results in ([replace(one, steps=5) for one in joined[::-1]], joined):
-        metrics, tags, steps = answer_record(SweepData([*map(Job, results)]))
+        metrics, tags, steps = SweepData([*map(Job, results)]).answer.record
         reader.log_answer(reader.run(parent), metrics, tags, steps)
     run = reader.run(parent)
     speeds = {name: run.metrics[name] for name in run.metrics if "speed_ratio/" in name}
@@ -252,7 +256,16 @@ def test_rebuild_by_folder_and_the_newest(sweep, tmp_path, monkeypatch, capsys, 
 def job(precision, group, *overrides, seed=0):
     typed = (f"precision={precision}", f"seed={seed}", *overrides)
     label = f"{group} seed={seed}"
-    return RunResult(precision, label, "", overrides=typed, group=group, seed=seed)
+    settings = group.split()[1:]
+    return RunResult(
+        precision=precision,
+        label=label,
+        folder="",
+        overrides=typed,
+        group=group,
+        settings=settings,
+        seed=seed,
+    )
 
 
 def test_one_sweeps_own_names_stay():
@@ -268,7 +281,9 @@ def test_joined_jobs_are_named_by_what_differs():
         *(job("32-true", "32-true", *mlp[:2], seed=s) for s in (0, 1)),
         job("16-mixed", "16-mixed mlp digits", *reversed(mlp)),
         job("16-mixed", "16-mixed", "train.max_steps=2", "model=resnet", "data.root=/b", seed=1),
-        RunResult("", "job 3", "", "failed", "died without a result"),
+        RunResult(
+            precision="", label="job 3", folder="", status="failed", error="died without a result"
+        ),
     ]
     named = [(r.group, r.label) for r in with_unique_names(jobs)]
     words = "model=mlp train.max_steps=60"
