@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,11 @@ from runner.config.invocation import given_objects
 from runner.config.overrides import quote_value, rewrite_arguments
 from runner.config.resolve import register_schema
 from runner.modes.result import RunResult, table_rows
-from runner.sweeps.report.conclusion import conclusion_text
-from runner.sweeps.report.load import SweepData, load_from_folder
+from runner.sweeps.report.load import load_from_folder
+from runner.sweeps.report.pages import advice_html
+from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.sweep import Sweep, finish_sweep
-from runner.sweeps.sweep_resume import resume_text
+from runner.sweeps.sweep_resume import resume_command
 from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
 from runner.training.callbacks.callback import RunCallback
@@ -58,7 +59,7 @@ class SweepResult:
     @property
     def conclusion(self) -> str:
         """Return what the comparison of the jobs says, as the command prints it."""
-        return conclusion_text(self.data)
+        return self.data.answer.text
 
     def table(self) -> "pandas.DataFrame":
         """Return a table with a row for each job; docs/sweeps.md describes its columns."""
@@ -168,7 +169,7 @@ def advise(
     result = _run_sweep([*words, "mode=advise"], objects, config_dir, out)
     if result.data.advice is None:
         raise ConfigError(f"The trials in {result.folder} gave no advice.")
-    return result.data.advice
+    return replace(result.data.advice, page=advice_html(result.data))
 
 
 @lasting_output()
@@ -216,7 +217,9 @@ def _run_command(argv: Sequence[str]) -> SweepResult:
         code = stop.code if isinstance(stop, SystemExit) else interrupt_status(stop)
         status = code if isinstance(code, int) else 1
         if status > 128:
-            hint = f"Resume with: {resume_text(Sweep.current.folder)}" if Sweep.current else ""
+            hint = ""
+            if Sweep.current:
+                hint = f"Resume with: {resume_command(Sweep.current.folder)}"
             raise Interrupted(status - 128, hint) from None
     except BaseException:
         status = 1

@@ -7,7 +7,7 @@ roles: the targets in runner/api/objects.py take them, and a command that is sho
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -150,18 +150,24 @@ class Invocation:
         In a sweep it is the precision and the other swept overrides, else the precision, the model
         and the data.
         """
-        precision = str(spec.precision.get("name", self.option_name("precision", spec.precision)))
-        if self.sweep:
-            others = [text for text in self.swept_overrides if not text.startswith("precision=")]
-            return " ".join([precision, *map(shorten_override, others)])
-        model = self.option_name("model", spec.model)
-        data = self.option_name("data", spec.data)
-        return f"{precision} {model} {data}"
+        return " ".join([self._precision_name(spec), *self._label_words(spec, "precision")])
+
+    def settings(self, spec: RunSpec) -> list[str]:
+        """Return the words of a run's label beside the precision and the seed."""
+        return self._label_words(spec, "precision", "seed")
 
     def group_label(self, spec: RunSpec) -> str:
         """Return the label without the seed, which runs that differ only in their seed share."""
-        unseeded = tuple(text for text in self.swept_overrides if not text.startswith("seed="))
-        return replace(self, swept_overrides=unseeded).label(spec)
+        return " ".join([self._precision_name(spec), *self.settings(spec)])
+
+    def _precision_name(self, spec: RunSpec) -> str:
+        return str(spec.precision.get("name", self.option_name("precision", spec.precision)))
+
+    def _label_words(self, spec: RunSpec, *unnamed_keys: str) -> list[str]:
+        if not self.sweep:
+            return [self.option_name("model", spec.model), self.option_name("data", spec.data)]
+        swept = (text for text in self.swept_overrides if override_key(text) not in unnamed_keys)
+        return [*map(shorten_override, swept)]
 
 
 def override_texts(overrides: Sequence[str]) -> list[str]:

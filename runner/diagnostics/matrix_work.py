@@ -28,11 +28,15 @@ class Computation(NamedTuple):
     Attributes:
         matrix_work: the share of each format, as "82.0% float32, 18.0% bfloat16"; empty where no
             product was seen.
-        caveats: sentences on what was not computed as asked, or otherwise than on CUDA.
+        matrix_formats: these formats.
+        caveats: sentences on what was not computed as asked.
+        cast_note: sentence that autocast followed torch's list for CPUs; empty where it did not.
     """
 
     matrix_work: str
+    matrix_formats: list[str]
     caveats: list[str]
+    cast_note: str
 
 
 def computation(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> Computation:
@@ -42,9 +46,10 @@ def computation(probe: DtypeProbe, precision: Precision, report: ConversionRepor
     shares: Counter[str] = Counter()
     for (_, _, kind), flops in work.items():
         shares[kind] += flops
-    texts = [f"{format_percent(n / total)} {kind}" for kind, n in shares.most_common() if n]
-    caveats = [_work_caveat(probe, precision, work), _casts_caveat(probe.model, precision)]
-    return Computation(", ".join(texts), [caveat for caveat in caveats if caveat])
+    formats = {kind: format_percent(n / total) for kind, n in shares.most_common() if n}
+    texts = [f"{share} {kind}" for kind, share in formats.items()]
+    caveats = [*filter(None, [_work_caveat(probe, precision, work)])]
+    return Computation(", ".join(texts), [*formats], caveats, _cast_note(probe.model, precision))
 
 
 _Work = Counter[tuple[str, str, str]]
@@ -113,7 +118,7 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     )
 
 
-def _casts_caveat(model: nn.Module, precision: Precision) -> str:
+def _cast_note(model: nn.Module, precision: Precision) -> str:
     """Return that autocast followed the list of the CPU; empty where it did not run there."""
     is_on_cpu = any(parameter.device == CPU_DEVICE for parameter in model.parameters())
     emulate = getattr(precision, "emulate", None)

@@ -160,6 +160,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         label=run.label,
         folder=str(run.out),
         group=invocation.group_label(spec),
+        settings=invocation.settings(spec),
         seed=spec.seed,
         overrides=invocation.overrides,
         left_out=[*invocation.omitted_keys],

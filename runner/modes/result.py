@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.config.annotations import dataclass_fields_from_json
+from runner.config.overrides import override_key
 from runner.tracking import history
 from runner.tracking.dashboard import run_path
 from runner.tracking.metric_names import VAL_LOSS
@@ -100,6 +101,8 @@ class RunResult:
             lacks what it needs), refused (its config does not fit the precision, in a preset's
             sweep) or stopped (by a signal).
         group: the label without the seed; jobs of one group differ in the seed alone.
+        settings: words of the label beside the precision and the seed.
+        sweep: letter of the job's sweep in a report on two sweeps, else empty.
         quality: name of the metric that runs are compared by; its last value is
             metrics[quality].
         direction: "max" where a greater quality is better, "min" where a smaller one is.
@@ -110,16 +113,17 @@ class RunResult:
         converted: layers that hold matrix weights, for example 53/54; converted_weights: elements
             of these weights. Empty for a precision that converts none.
         matrix_work: share of each format in the forward's products in the first step, as "82.0%
-            float32, 18.0% bfloat16"; empty for a compiled model, which does not show them.
-        caveats: sentences on what the first step did not compute as asked, or otherwise than a GPU.
+            float32, 18.0% bfloat16", and matrix_formats these formats; empty for a compiled model,
+            which does not show them.
+        caveats: sentences on what the first step did not compute as asked.
+        cast_note: sentence that autocast followed torch's list for CPUs; empty where it did not.
         fused_rounding: how the operations that torch.compile fuses round half precision between
             them: fused or eager; empty for a run that does not compile.
         trains: share of the parameters' elements that train.
         planned_steps: optimizer steps of the whole training.
         stopped_by: what ended the training before its last step: train.max_seconds, the setting of
             early stopping, or the reason of a callback; empty where nothing did.
-        device_type: type of the torch.device, for example cpu; empty in results that are read from
-            a store, see is_on_cpu.
+        device_type: type of the torch.device, for example cpu; empty if unknown.
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision,
             which is trained_in.
         loss_scale: in force in the last step; None for a precision without one.
@@ -139,6 +143,8 @@ class RunResult:
     error: str = ""
     overrides: Sequence[str] = ()
     group: str = ""
+    settings: list[str] = field(default_factory=list)
+    sweep: str = ""
     seed: int | None = None
     model: str = ""
     data: str = ""
@@ -167,7 +173,9 @@ class RunResult:
     stagnant_share: float | None = None
     kernels: str = ""
     matrix_work: str = ""
+    matrix_formats: list[str] = field(default_factory=list)
     caveats: list[str] = field(default_factory=list)
+    cast_note: str = ""
     seconds: float = 0.0
     run_id: str | None = None
     experiment_id: str | None = None
@@ -216,13 +224,7 @@ class RunResult:
     @property
     def is_on_cpu(self) -> bool:
         """Return whether the device is a CPU."""
-        # Without a recorded type: cpu_name() in runner.utils.accelerator ends so.
-        return self.device_type == "cpu" if self.device_type else "threads)" in self.device
-
-    @property
-    def settings(self) -> str:
-        """Return the label without precision and seed: what else the sweep sets."""
-        return (self.group or self.label).removeprefix(self.precision).strip()
+        return self.device_type == "cpu"
 
     @property
     def memory_mib(self) -> float | None:
@@ -529,10 +531,9 @@ def memory_saving(result: RunResult) -> str:
     return f"{1 - result.weights_mib / result.plain_weights_mib:.0%}"
 
 
-def shared_settings(settings: str) -> str:
+def shared_settings(settings: Sequence[str]) -> tuple[str, ...]:
     """Return settings without precision.<key>=..., which the baseline need not share."""
-    words = settings.split()
-    return " ".join(word for word in words if not word.lstrip("+~").startswith("precision."))
+    return tuple(word for word in settings if not override_key(word).startswith("precision."))
 
 
 def change_since_training(
@@ -557,11 +558,11 @@ def change_since_training(
 
 
 def _metrics_as_trained(result: RunResult, others: Sequence[RunResult]) -> dict[str, float]:
-    by_settings: dict[str, dict[str, float]] = {}
+    by_settings: dict[tuple[str, ...], dict[str, float]] = {}
     for other in others:
         in_own_precision = other.precision == other.trained_in == result.trained_in
         if in_own_precision and other.device == result.device:
-            by_settings.setdefault(other.settings, other.metrics)
+            by_settings.setdefault(tuple(other.settings), other.metrics)
     # The job in the trained precision need not share precision.<key>=..., a key it may not have.
-    exact = by_settings.get(result.settings)
+    exact = by_settings.get(tuple(result.settings))
     return exact or by_settings.get(shared_settings(result.settings), {})

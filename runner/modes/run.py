@@ -231,6 +231,7 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
         "data": invocation.option_name("data", spec.data),
         "accelerator": context.accelerator.kind,
         "device_name": context.device_name,
+        "settings": " ".join(invocation.settings(spec)),
         "output_dir": str(context.out.absolute()),
         "mode": spec.mode,
         # For reports that find no result.json.

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from runner.checkpoint.export import ExportedModel, ExportError, check_layers, error_line, export
-from runner.config.messages import CPU_CASTS
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
 from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -75,13 +74,15 @@ def describe_computation(
 ) -> dict[str, Any]:
     """Warn of what the watched forward did not compute as asked; return its fields of RunResult."""
     found = computation(probe, run.precision, report)
-    if "," in found.matrix_work:
+    if len(found.matrix_formats) > 1:
         run.say(f"matrix work: {found.matrix_work}")
     for caveat in found.caveats:
-        # Of every mixed run on a CPU: no warning, which a sweep would print for each job.
-        kind = "note" if caveat.startswith(CPU_CASTS) else "warning"
-        run.say(f"{kind}: {caveat}")
-    tags = {"matrix_work": found.matrix_work, "caveats": " ".join(found.caveats)}
+        run.say(f"warning: {caveat}")
+    # Of every mixed run on a CPU: no warning, which a sweep would print for each job.
+    if found.cast_note:
+        run.say(f"note: {found.cast_note}")
+    caveats = " ".join(filter(None, [*found.caveats, found.cast_note]))
+    tags = {"matrix_work": found.matrix_work, "caveats": caveats}
     run.tracker.tags({key: text for key, text in tags.items() if text})
     return found._asdict()
 

@@ -114,15 +114,17 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
     """
     from runner.modes.result import RunResult
 
-    words = job_words()
+    precision, *words = job_words()
+    settings = [text for text in words if override_key(text) != "seed"]
     RunResult(
-        words[0],
-        " ".join(words),
+        precision,
+        " ".join([precision, *words]),
         str(folder),
         status,
         message,
         job_overrides(),
-        " ".join(text for text in words if not text.startswith("seed=")),
-        config.get("seed"),
+        " ".join([precision, *settings]),
+        settings,
+        seed=config.get("seed"),
         left_out=keys_left_out_of_job(),
     ).write(folder)

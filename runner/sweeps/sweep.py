@@ -25,22 +25,16 @@ from runner.config.invocation import override_texts
 from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
 from runner.modes import notes
-from runner.modes.result import UNTRIED, RunResult, page_lines
+from runner.modes.result import RunResult, page_lines
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.report import advice_page
-from runner.sweeps.report.columns import sweep_table
-from runner.sweeps.report.conclusion import conclusion_text, next_command
-from runner.sweeps.report.load import (
-    JOB_RESULTS_FOLDER,
-    SweepData,
-    load_from_folder,
-    write_job_facts,
-)
-from runner.sweeps.report.pages import answer_record, summary_markdown, write_report
+from runner.sweeps.report.columns import advice_table, sweep_table
+from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
+from runner.sweeps.report.pages import summary_markdown, write_report
 from runner.sweeps.report.rebuild import is_joined_by_others, store_report
+from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.report.wording import join_names
-from runner.sweeps.sweep_resume import resume_text, with_longer_lists
-from runner.sweeps.verdict.gate import gate_verdict
+from runner.sweeps.sweep_resume import resume_command, with_longer_lists
+from runner.sweeps.verdict.answer import Reason
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
 from runner.tracking.journal import latest_journal
 from runner.tracking.tracker import RunInfo, Status, Tracker
@@ -49,7 +43,7 @@ from runner.utils.errors import RunnerError
 from runner.utils.files import check_links, folder_lock
 from runner.utils.formatting import grouped, now_ms, relative_path
 from runner.utils.layout import RESULT, VERDICT
-from runner.utils.markup import markdown_code
+from runner.utils.markup import markdown_code, terminal_table
 from runner.utils.other_programs import OtherPrograms
 from runner.utils.secrets import redact, redact_override
 from runner.utils.terminal import print_error, quote_command, sanitize
@@ -227,53 +221,40 @@ class Sweep:
             return self._leave_nothing(status)
         self.begin()
         busy = self._busy_share()
+        data = replace(data, busy=busy, accepts_untried=self._accepts_untried)
         self.manifest = replace(self.manifest, finished=not data.is_unfinished, busy=busy)
-        data = replace(data, busy=busy)
-        results = data.results
-        statuses = [result.status for result in results]
-        failed = statuses.count("failed") + statuses.count("stopped")
-        skips = self._accepts_untried and "finished" in statuses
-        is_untried = not skips and not set(UNTRIED).isdisjoint(statuses)
-        if data.advice and not data.is_stopped:
-            # A precision that fails or is not available is an answer: nothing failed once one is
-            # recommended.
-            failed = 0 if data.advice.recommendation is not None else failed
-            is_untried = False
-        gate = gate_verdict(data.advice) if data.advice else None
-        # Of a gate 1 means rejected, and nothing else.
-        failure_status = 1 if gate is None else 2
-        if status == 2 and failed and gate is None:
+        answer = data.answer
+        if status == 2 and answer.failed and data.gate is None:
             # A search gives up with 2 where no job gave it a number.
             status = 1
         console = plain_console()
-        if results and not data.advise_settings:
-            _print_results(console, results)
+        if data.jobs and not data.advise_settings:
+            _print_results(console, data.results)
         if self._early_end:
             console.print(sanitize(self._early_end), markup=False, soft_wrap=True)
         # Before the report: its charts and its upload take seconds.
         if not self.joins_other_sweep:
             _print_conclusion(console, data)
         jobs_file = self._store_report(data)
-        error = f"{failed} of {len(results)} jobs did not finish." if failed else None
-        run_status: Status = "FAILED" if status or failed else "FINISHED"
+        error = f"{answer.failed} of {len(data.jobs)} jobs did not finish."
+        run_status: Status = "FAILED" if status or answer.failed else "FINISHED"
         # 128 + the signal's number: a stop, by a shell's convention.
-        self.tracker.close("KILLED" if status > 128 else run_status, error)
+        run_status = "KILLED" if status > 128 else run_status
+        self.tracker.close(run_status, error if answer.failed else None)
         of_all = self._add_jobs_of_other_machines(console, data, jobs_file)
         if of_all is not data or self.joins_other_sweep:
             _print_conclusion(console, of_all)
         # A sweep that was refused before its first job would be refused again: no location.
-        if results or status != 2:
-            self._print_locations(console, results)
+        if data.jobs or status != 2:
+            self._print_locations(console, data.results)
         self.manifest.write(self.folder)
         self._lock.close()
         # What Hydra returned stands, 128 + the signal's number after a stop.
         if status:
             return status
-        if failed or self._is_rejected():
-            return failure_status
-        if gate is not None:
-            return gate.exit_status
-        return 2 if is_untried else 0
+        if not answer.failed and self._is_rejected():
+            return 2 if data.gate else 1
+        return answer.exit_status
 
     def _busy_share(self) -> float:
         """Return the largest share of the processors that other programs kept busy while any of the
@@ -319,14 +300,14 @@ class Sweep:
             self.tracker.artifact(jobs_file, JOB_RESULTS_FOLDER)
             for path in paths:
                 self.tracker.artifact(path)
-            metrics, tags, steps = answer_record(data)
-            self.tracker.log_metrics([(steps, now_ms(), metrics)])
-            self.tracker.tags(tags)
+            record = data.answer.record
+            self.tracker.log_metrics([(record.steps, now_ms(), record.metrics)])
+            self.tracker.tags(record.tags)
             ids = (self.tracker.experiment_id, self.tracker.run_id)
             note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
             if data.is_unfinished:
-                command = data.resume_command
-                note = f"{note.rstrip()} · Resume with: {markdown_code(command)}\n"
+                command = markdown_code(str(resume_command(self.folder)))
+                note = f"{note.rstrip()} · Resume with: {command}\n"
             self.tracker.note(note)
         return jobs_file
 
@@ -368,8 +349,7 @@ class Sweep:
         if verdict.is_file():
             console.print(f"verdict: {verdict}", soft_wrap=True)
         if not self.manifest.finished:
-            command = resume_text(self.folder)
-            console.print(f"Resume with: {command}", soft_wrap=True)
+            console.print(f"Resume with: {resume_command(self.folder)}", soft_wrap=True)
 
 
 def _print_results(console: Console, results: Sequence[RunResult]) -> None:
@@ -395,13 +375,14 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
         return
     if data.is_stopped:
         console.print("Stopped. Results so far:")
-    if data.advice:
-        advice_page.print_advice(console, data.advice)
-        return
-    console.print(conclusion_text(data), soft_wrap=True)
-    command = next_command(data, data.compared)
-    if command and not data.no_answer:  # which says how to resume below
-        console.print(f"Next: {command}", soft_wrap=True)
+    if data.advice and not data.gate:
+        table = terminal_table(advice_table(data.advice), "which precision?", console.width)
+        console.print(table)
+    answer = data.answer
+    console.print(answer.text, soft_wrap=True)
+    # How to resume an unfinished sweep is said below.
+    if answer.command and answer.reason is not Reason.UNFINISHED:
+        console.print(f"Next: {answer.command}", soft_wrap=True)
 
 
 def end_if_failed(folder: Path) -> bool:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -247,18 +248,32 @@ def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
             os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
-def resume_text(folder: str | Path, *lists: str) -> str:
-    """Return the command line, or the call of the Python API, that resumes a sweep.
+class Command(NamedTuple):
+    """A command of the runner; as text the command line, or the call of the Python API.
+
+    Attributes:
+        function: of the Python API that does the same.
+        words: behind `python -m runner`.
+    """
+
+    function: Literal["run", "sweep"]
+    words: Sequence[str]
+
+    def __str__(self) -> str:
+        objects = given_keys()
+        if not objects:
+            return quote_command([*RUNNER_COMMAND, *self.words])
+        return python_call(self.function, [word for word in self.words if "=" in word], objects)
+
+
+def resume_command(folder: str | Path, *lists: str) -> Command:
+    """Return the command that resumes a sweep.
 
     Args:
         folder: the sweep's.
         lists: longer lists of values, as seed=0,1,2,3.
     """
-    words = [f"{RESUME_KEY}={os.path.relpath(folder)}", *lists]
-    objects = given_keys()
-    if objects:
-        return python_call("sweep", words, objects)
-    return quote_command([*RUNNER_COMMAND, *words])
+    return Command("sweep", [f"{RESUME_KEY}={os.path.relpath(folder)}", *lists])
 
 
 def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:

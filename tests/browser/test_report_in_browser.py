@@ -3,8 +3,8 @@
 import pytest
 from job_results import finished, lost
 
-from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import write_report
+from runner.sweeps.report.sweep_data import Job, SweepData
 
 pytestmark = pytest.mark.slow
 ANSWER = "Train in bf16-mixed: 1.50 × as fast as 32-true"

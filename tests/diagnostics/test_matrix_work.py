@@ -75,13 +75,13 @@ def test_the_work_is_that_of_torchs_own_counter():
         model(x)
     probe, found = watched(model, "32-true", x)
     assert sum(probe.work.values()) == counter.get_total_flops()
-    assert found == ("100.0% float32", [])
+    assert found == ("100.0% float32", ["float32"], [], "")
 
 
 def test_complex_products_and_layers_that_a_model_declares_float32_count_as_asked():
     layer, x = nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)
     for name, kind in (("32-true", "complex64"), ("64-true", "complex128")):
-        assert watched(layer, name, x)[1] == (f"100.0% {kind}", [])
+        assert watched(layer, name, x)[1] == (f"100.0% {kind}", [kind], [], "")
     config = T5Config(vocab_size=16, d_model=16, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
     ids = torch.ones(1, 4, dtype=torch.long)
     _, found = watched(Texts(T5ForConditionalGeneration(config)), "16-true", ids)
@@ -126,11 +126,12 @@ def test_autocast_on_a_cpu_says_that_cudas_list_differs_unless_it_is_emulated():
     x = torch.randn(4, 8)
     _, found = watched(Norm(), "bf16-mixed", x)
     assert found.caveats == [
-        "20.0% of the matrix work was not in bfloat16: mv in float32 ((model)).",
-        f"{CPU_CASTS} Type precision.emulate=true for CUDA's casts.",
+        "20.0% of the matrix work was not in bfloat16: mv in float32 ((model))."
     ]
+    assert found.cast_note == f"{CPU_CASTS} Type precision.emulate=true for CUDA's casts."
     for name, keys in (("bf16-mixed", {"emulate": True}), ("bf16-true", {})):
-        assert watched(Norm(), name, x, **keys)[1].caveats == []
+        found = watched(Norm(), name, x, **keys)[1]
+        assert (found.caveats, found.cast_note) == ([], "")
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])

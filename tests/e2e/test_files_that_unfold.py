@@ -21,7 +21,7 @@ from runner.data.datasets.hf_dataset import hf_dataset
 from runner.data.datasets.imagefolder import decoded_image
 from runner.data.datasets.parquet import parquet
 from runner.modes.saved_run import folder_config
-from runner.sweeps.report.load import flat_config
+from runner.sweeps.report.sweep_data import flat_config
 from runner.utils.errors import ConfigError
 from runner.utils.files import check_values
 

@@ -12,9 +12,11 @@ def finished(precision, seed=0, quality: float | None = 0.9, settings="", **more
     values = {
         "overrides": [f"precision={precision}", f"seed={seed}", *settings.split()],
         "group": group,
+        "settings": settings.split(),
         "seed": seed,
         "model": "mlp",
         "device": GPU,
+        "device_type": "cpu" if more.get("device") == CPU else "cuda",
         "quality": "val/accuracy",
         "metrics": {} if quality is None else {"val/loss": 1.0, "val/accuracy": quality},
         "best": quality,
@@ -30,4 +32,4 @@ def finished(precision, seed=0, quality: float | None = 0.9, settings="", **more
 def lost(precision, status="failed", error="broke", seed=0):
     """Return the result of a job that never trained."""
     label = f"{precision} seed={seed}"
-    return RunResult(precision, label, "/x", status, error, (), precision, seed)
+    return RunResult(precision, label, "/x", status, error, (), precision, seed=seed)

@@ -32,9 +32,6 @@ from runner.precision.registry import (
     supported_precisions,
 )
 from runner.sweeps.report.load import (
-    Job,
-    JobSettings,
-    flat_config,
     load_from_folder,
     load_from_store,
     read_settings,
@@ -42,6 +39,7 @@ from runner.sweeps.report.load import (
     stored_settings,
 )
 from runner.sweeps.report.rebuild import existing_store, find_parent_run
+from runner.sweeps.report.sweep_data import Job, JobSettings, flat_config
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE
 from runner.utils.accelerator import choose_accelerator
@@ -102,7 +100,7 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> l
         )
     _check_same_settings(name, [job.read_settings() for job in jobs], spec)
     return [
-        replace(result, group=precision, label=f"{precision} seed={result.seed}")
+        replace(result, settings=[], group=precision, label=f"{precision} seed={result.seed}")
         for result in results
     ]
 

@@ -1,11 +1,8 @@
-"""Present the answer of mode=advise or mode=gate: in the terminal, the report and MLflow's note."""
+"""Answer for mode=advise and mode=gate, and lay out what their page has under the answer."""
 
 from collections.abc import Iterator
 from statistics import fmean
 
-from rich.console import Console
-
-from runner.config.invocation import given_keys, python_call
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import (
     cast_notes,
@@ -13,25 +10,15 @@ from runner.sweeps.report.wording import (
     memory_name,
     memory_words,
     speed_words,
+    unasked_sentences,
 )
-from runner.sweeps.verdict.compare import caveats_of
-from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
+from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command
+from runner.sweeps.verdict.answer import Answer, Caveat, CaveatKind, Reason, known_caveats
+from runner.sweeps.verdict.gate import GateVerdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
 from runner.utils.formatting import format_number
-from runner.utils.markup import (
-    Block,
-    Cell,
-    Commands,
-    Heading,
-    Items,
-    Table,
-    Text,
-    Tone,
-    notebook_frame,
-    terminal_table,
-    to_html,
-)
+from runner.utils.markup import Block, Cell, Commands, Heading, Items, Table, Text, Tone
 from runner.utils.other_programs import busy_sentence
 from runner.utils.terminal import quote_command
 
@@ -55,23 +42,39 @@ PEAK_NOTE = (
 )
 
 
-def advice_sentence(advice: Advice) -> str:
-    """Return which precision to use, and why, in one sentence."""
+def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
+    """Return the answer of mode=advise or mode=gate."""
+    if gate is not None:
+        return _gate_answer(gate)
     if advice.settings.mode == "gate":
-        return "Undecided: it was stopped before a trial of the precision had ended."
+        text = "Undecided: it was stopped before a trial of the precision had ended."
+        return Answer(Reason.UNFINISHED, text)
     pick = advice.recommendation
     baseline = advice.settings.baseline
+    caveats = _caveats(advice)
     if pick is None:
-        return (
+        return Answer(
+            Reason.OPEN,
             f"No advice: {baseline} itself did not train in every trial, and others are judged by "
-            "it."
+            "it.",
+            caveats,
         )
+    reason = Reason.RECOMMENDED
     ratings = {verdict.rating for verdict in advice.verdicts if verdict.test}
     if _unclear(advice) and ratings <= {Verdict.UNCLEAR}:
-        return f"Stay with {baseline} for now: nothing could be judged."
-    if pick.group.name == baseline:
-        return _stay_sentence(advice)
-    # Speed, memory and loss, compared with the baseline.
+        reason = Reason.OPEN
+        text = f"Stay with {baseline} for now: nothing could be judged."
+    elif pick.group.name == baseline:
+        reason = Reason.BASELINE
+        text = _stay_sentence(advice)
+    else:
+        text = _use_sentence(advice, pick)
+    command = Command("run", pick.command[len(RUNNER_COMMAND) :])
+    return Answer(reason, text, caveats, pick.comparison, command=command)
+
+
+def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
+    """Return the speed, memory and loss of the recommended precision."""
     has_speed = pick.comparison.speed_verdict in ("faster", "slower")
     gains = [speed_words(pick.comparison) if has_speed else "", memory_words(pick.comparison)]
     gain = " and ".join(filter(None, gains)) or "no costlier"
@@ -82,7 +85,7 @@ def advice_sentence(advice: Advice) -> str:
         which = "lower" if advice.settings.sign > 0 else "higher"
         loss = f"{which} by {format_interval(-test.value, test.ci_half_width)}"
     else:
-        loss = f"within the tolerance of {baseline}'s"
+        loss = f"within the tolerance of {advice.settings.baseline}'s"
     return f"Use {pick.name}: {gain}, and its {advice.settings.noun} is {loss}."
 
 
@@ -104,35 +107,39 @@ def _stay_sentence(advice: Advice) -> str:
     return f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."
 
 
-def other_sentences(advice: Advice) -> str:
-    """Return the reservations about the answer: missing evidence, emulation, a busy machine."""
-    sentences = []
+def _caveats(advice: Advice) -> tuple[Caveat, ...]:
+    """Return the reservations about an advice."""
     unclear = _unclear(advice)
     names = ", ".join(verdict.name for verdict in unclear)
+    evidence = ""
     if unclear and any(verdict.group.counts.get("stopped") for verdict in advice.verdicts):
-        sentences.append(f"It was stopped before it could judge {names}.")
+        evidence = f"It was stopped before it could judge {names}."
     elif unclear:
         # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
         fewest = min(len(verdict.group.jobs) for verdict in unclear)
         more = "a larger advise.budget" if fewest < advice.settings.seeds else "more advise.seeds"
-        sentences.append(f"Not enough evidence in this budget about {names}; {more} may decide.")
+        evidence = f"Not enough evidence in this budget about {names}; {more} may decide."
     emulated = [v.name for v in advice.verdicts if v.is_emulated and v.is_acceptable]
-    if emulated:
-        sentences.append(
-            f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
-            "measure the speed."
-        )
-    sentences += caveats_of(verdict.group for verdict in advice.verdicts)
-    sentences.append(busy_sentence(advice.settings.busy))
-    return " ".join(filter(None, sentences))
+    emulation = (
+        f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
+        "measure the speed."
+    )
+    return known_caveats(
+        {
+            CaveatKind.UNJUDGED: evidence,
+            CaveatKind.EMULATED: emulation if emulated else "",
+            CaveatKind.NOT_AS_ASKED: unasked_sentences(v.group for v in advice.verdicts),
+            CaveatKind.BUSY: busy_sentence(advice.settings.busy),
+        }
+    )
 
 
 def _unclear(advice: Advice) -> list[PrecisionVerdict]:
     return [verdict for verdict in advice.verdicts if verdict.rating is Verdict.UNCLEAR]
 
 
-def gate_sentence(gate: GateVerdict) -> str:
-    """Return the answer of mode=gate, with what the precision costs if that differs from the
+def _gate_answer(gate: GateVerdict) -> Answer:
+    """Return the decision of mode=gate, with what the precision costs if that differs from the
     baseline, and what to type where more seeds or time may decide."""
     settings = gate.advice.settings
     sentences = [f"{gate.name} is {gate.decision}: {gate.reason}."]
@@ -140,7 +147,7 @@ def gate_sentence(gate: GateVerdict) -> str:
     # The time of emulated arithmetic says nothing about the precision.
     if comparison.speed_verdict in ("faster", "slower") and not gate.precision.is_emulated:
         sentences.append(f"It is {speed_words(comparison)}.")
-    if comparison.memory_ratio is not None and f"{comparison.memory_ratio:.2f}" != "1.00":
+    if comparison.memory_ratio is not None and round(comparison.memory_ratio, 2) != 1:
         memory = f"{comparison.memory_ratio:.2f} × the {memory_name(comparison)}"
         sentences.append(f"It takes {memory} of {settings.baseline}.")
     if gate.decision == "undecided" and gate.looks:
@@ -148,8 +155,14 @@ def gate_sentence(gate: GateVerdict) -> str:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
             sentences.append(f"More seeds may decide: type advise.seeds={2 * settings.seeds}.")
-    sentences += caveats_of([gate.precision.group])
-    return " ".join(filter(None, sentences))
+    unasked = unasked_sentences([gate.precision.group])
+    caveats = known_caveats({CaveatKind.NOT_AS_ASKED: unasked})
+    text = " ".join(sentences)
+    if gate.decision != "accepted":
+        reason = Reason.BASELINE if gate.decision == "rejected" else Reason.OPEN
+        return Answer(reason, text, caveats)
+    command = Command("run", gate.precision.command[len(RUNNER_COMMAND) :])
+    return Answer(Reason.RECOMMENDED, text, caveats, comparison, command=command)
 
 
 def _looks_table(gate: GateVerdict) -> Table:
@@ -168,10 +181,8 @@ def _looks_table(gate: GateVerdict) -> Table:
     return Table(["seeds", title, "bar", "decision"], rows, frozenset([3]))
 
 
-def advice_blocks(advice: Advice) -> Iterator[Block]:
-    """Yield the report's parts: answer, next command, table, alternatives, method."""
-    gate = gate_verdict(advice)
-    yield from answer_blocks(advice)
+def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
+    """Yield what the page has under the answer: the table, alternatives, the method."""
     if gate is not None and gate.looks:
         yield _looks_table(gate)
     if gate is None:
@@ -187,24 +198,6 @@ def advice_blocks(advice: Advice) -> Iterator[Block]:
             )
     yield Heading("How this was judged")
     yield Items(list(_method_notes(advice, gate)), small=True)
-
-
-def answer_blocks(advice: Advice) -> Iterator[Block]:
-    """Yield the answer, the command to run next, and the reservations."""
-    gate = gate_verdict(advice)
-    reservations = ""
-    if gate is not None:
-        yield Text(gate_sentence(gate), "answer")
-        command = quote_command(gate.precision.command) if gate.decision == "accepted" else ""
-    else:
-        yield Text(advice_sentence(advice), "answer")
-        command = next_command(advice)
-        reservations = other_sentences(advice)
-    if command:
-        yield Text("Next:")
-        yield Commands([command])
-    if reservations:
-        yield Text(reservations)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:
@@ -265,41 +258,3 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
     yield from cast_notes(verdict.group for verdict in advice.verdicts)
     steps = f"{settings.steps} steps are not a whole training"
     yield "What this is not", f"{steps}: what goes wrong later is not seen."
-
-
-def next_command(advice: Advice) -> str:
-    """Return the command line, or the call of the Python API, to run next; empty without a
-    recommended precision."""
-    if advice.recommendation is None:
-        return ""
-    words = advice.recommendation.command
-    objects = given_keys()
-    if not objects:
-        return quote_command(words)
-    return python_call("run", [word for word in words if "=" in word], objects)
-
-
-def answer_text(advice: Advice) -> str:
-    """Return the answer in sentences, with the reservations about it."""
-    gate = gate_verdict(advice)
-    if gate is not None:
-        return gate_sentence(gate)
-    return " ".join(filter(None, [advice_sentence(advice), other_sentences(advice)]))
-
-
-def advice_html(advice: Advice) -> str:
-    """Return the answer as a notebook shows it."""
-    return notebook_frame(to_html("mode=advise", [*advice_blocks(advice)]))
-
-
-def print_advice(console: Console, advice: Advice) -> None:
-    """Print the table, the answer and the command to run next."""
-    gate = gate_verdict(advice)
-    if gate is None:
-        console.print(terminal_table(advice_table(advice), "which precision?", console.width))
-    console.print(answer_text(advice), soft_wrap=True)
-    if gate is not None:
-        return
-    command = next_command(advice)
-    if command:
-        console.print(f"Next: {command}", soft_wrap=True)

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.load import Job, SweepData
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import BASELINE, compare_with_baselines, group_name
-from runner.sweeps.verdict.gate import gate_verdict
 from runner.tracking.history import Curve
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import grouped
@@ -114,15 +113,17 @@ def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Poi
 def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
     """Return the style of each group, by name: a colour for each precision, and a dash pattern for
     each of the other settings. Groups of more settings than patterns differ in colour alone."""
-    settings = [*dict.fromkeys(result.settings for result in results)]
+    # Of a report on two sweeps the sweep is a setting, too.
+    own = [(result.sweep, *result.settings) for result in results]
+    settings = [*dict.fromkeys(own)]
     is_dashed = len(settings) <= len(DASH_PATTERNS)
     colours = {BASELINE: INK}
     styles = {}
-    for result in results:
+    for result, words in zip(results, own, strict=True):
         name = group_name(result)
         free = GROUP_COLOURS[(len(colours) - 1) % len(GROUP_COLOURS)]
         colour = colours.setdefault(result.precision if is_dashed else name, free)
-        styles[name] = (colour, settings.index(result.settings) if is_dashed else 0)
+        styles[name] = (colour, settings.index(words) if is_dashed else 0)
     return styles
 
 
@@ -213,6 +214,7 @@ class _Charts:
     def __init__(self, data: SweepData) -> None:
         jobs = [job for job in data.jobs if not job.result.trained_in]
         self.advice = data.advice
+        self.gate = data.gate
         self.baseline = BASELINE
         if self.advice is not None:
             self.baseline = self.advice.settings.baseline
@@ -268,10 +270,9 @@ class _Charts:
 
     def intervals(self) -> list[Interval]:
         """Return the differences to the baseline that the verdicts rest on."""
-        gate = gate_verdict(self.advice) if self.advice else None
-        if gate is not None:
-            colour = self.style_of[gate.precision.name][0]
-            return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in gate.looks]
+        if self.gate is not None:
+            colour = self.style_of[self.gate.precision.name][0]
+            return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in self.gate.looks]
         tested = [(c.group, c.difference) for c in self.judged if c.difference]
         # Differences of several metrics are in no common unit.
         if len({group.metric for group, _ in tested}) > 1:

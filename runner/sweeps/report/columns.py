@@ -30,7 +30,7 @@ from runner.sweeps.report.wording import (
     rating_reason,
     rating_words,
 )
-from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, sweep_letter, without_sweep
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import Spread, Verdict
 from runner.tracking.metric_names import VAL_LOSS
@@ -224,21 +224,16 @@ class Column:
 
 
 COLUMNS = (
-    Column("job", job=lambda job, _: without_sweep(job.label), is_text=True),
+    Column("job", job=lambda job, _: job.label, is_text=True),
     Column(
         "precision",
-        group=lambda c, _: without_sweep(c.group.name),
+        group=lambda c, _: c.group.label,
         verdict=lambda verdict, _: verdict.name,
         # Where other settings are swept, the names are those of jobs.
         title=lambda facts: "job" if any(c.group.settings for c in facts.groups) else "precision",
         is_text=True,
     ),
-    Column(
-        "sweep",
-        job=lambda job, _: sweep_letter(job.label),
-        group=lambda c, _: sweep_letter(c.group.name),
-        is_text=True,
-    ),
+    Column("sweep", job=lambda job, _: job.sweep, group=lambda c, _: c.group.sweep, is_text=True),
     Column(
         "status",
         job=lambda job, _: OUTCOME_WORDS.get(job.outcome, job.outcome),
@@ -325,7 +320,7 @@ COLUMNS = (
         group=lambda c, _: _matrix_work(c.group),
         verdict=lambda verdict, _: _matrix_work(verdict.group),
         # Where no precision mixes formats, its name says the same.
-        is_shown=lambda facts: any("," in job.matrix_work for job in facts.jobs),
+        is_shown=lambda facts: any(len(job.matrix_formats) > 1 for job in facts.jobs),
         is_text=True,
     ),
     Column("skipped", job=lambda job, _: job.skipped_steps),
@@ -353,7 +348,7 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
     """
     compared = sorted(compared, key=_row_rank)
     jobs = [job for comparison in compared for job in comparison.group.jobs]
-    is_of_two_sweeps = any(sweep_letter(job.label) for job in jobs)
+    is_of_two_sweeps = any(job.sweep for job in jobs)
     facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
     table = replace(_table("group", compared, facts), marked=marked)

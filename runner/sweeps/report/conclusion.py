@@ -1,4 +1,4 @@
-"""State a sweep's result: one or two sentences, and what to type next.
+"""State what the jobs of a sweep show on each device, and which words to type next.
 
 Each function writes the answer of one situation (several seeds, one seed, no baseline, ...);
 `_device_answer` chooses among them. In a sweep over precision and something else, precisions are
@@ -6,21 +6,16 @@ compared within each setting, see settings_grid.py.
 """
 
 import math
-import os
-import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 
-from runner.config.invocation import given_keys
 from runner.modes.result import shared_settings
-from runner.sweeps.report.advice_page import answer_text
-from runner.sweeps.report.load import SweepData
 from runner.sweeps.report.settings_grid import best_group, settings_sentence
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
+    capitalised_sentence,
     difference_words,
     format_interval,
     format_mean_sd,
@@ -30,22 +25,12 @@ from runner.sweeps.report.wording import (
     memory_words,
     speed_word,
     speed_words,
-    stagnation_sentence,
     verdict_word,
 )
-from runner.sweeps.sweep_resume import RESUME_KEY, RUNNER_COMMAND, fixing_word, resume_text
-from runner.sweeps.verdict.compare import (
-    BASELINE,
-    MIN_GAIN_SEEDS,
-    Comparison,
-    Group,
-    caveats_of,
-    sweep_letter,
-)
+from runner.sweeps.verdict.compare import BASELINE, MIN_GAIN_SEEDS, Comparison, Group
 from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Verdict
 from runner.training.callbacks.runner_callbacks import MIN_TIMED_MS
 from runner.utils.formatting import format_duration, format_number, format_percent, grouped
-from runner.utils.terminal import quote_command
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
 MAX_WORTHWHILE_MEMORY_SHARE = 0.95
@@ -58,16 +43,14 @@ TIMED_STEPS_FACTOR = 4
 
 
 @dataclass(frozen=True)
-class Answer:
+class DeviceAnswer:
     """What the jobs of one device say, and what to type next.
 
     Attributes:
         text: one or two sentences.
-        words: overrides to type: one `precision=` for the training that the answer decides on,
-            else what the sweep's own command lacks for an answer.
+        words: see Answer.words.
         aim: what the words are for, where the text does not say so.
-        pick: the group to train in, the baseline's where the answer is to stay; None where the
-            sweep cannot tell.
+        pick: see Answer.pick.
     """
 
     text: str
@@ -76,7 +59,7 @@ class Answer:
     pick: Comparison | None = None
 
 
-def answers(comparisons: Sequence[Comparison]) -> dict[str, Answer]:
+def device_answers(comparisons: Sequence[Comparison]) -> dict[str, DeviceAnswer]:
     """Return the answer of each device that has a result, by the device's name.
 
     Args:
@@ -89,112 +72,17 @@ def answers(comparisons: Sequence[Comparison]) -> dict[str, Answer]:
     }
 
 
-def only_answer(comparisons: Sequence[Comparison]) -> Answer:
-    """Return the answer of the only device; one that says nothing for several or two sweeps."""
-    found = [*answers(comparisons).values()]
-    is_of_two_sweeps = any(sweep_letter(comparison.group.name) for comparison in comparisons)
-    return found[0] if len(found) == 1 and not is_of_two_sweeps else Answer("")
-
-
-def conclusion_text(data: SweepData) -> str:
-    """Return the result of a sweep and, in a sentence each, the reservations about it."""
-    if data.advice:
-        return answer_text(data.advice)
-    compared = data.compared
-    answer = data.no_answer or conclusion_sentence(data, compared)
-    return " ".join([answer, *reservations(data, compared)])
-
-
-def next_command(data: SweepData, compared: Sequence[Comparison]) -> str:
-    """Return the command of the words that the sweep's answer asks for, or that resumes a sweep
-    without one; else empty."""
-    if data.no_answer:
-        return data.resume_command
-    typed = only_answer(compared).words
-    if _is_resumable(data, typed):
-        return resume_text(data.folder, *typed)
-    words = _command_words(data)
-    if words[:3] != RUNNER_COMMAND or given_keys() or not typed:
-        return ""
-    # A sweep is a new one, and gets a folder of its own.
-    dropped = [word.partition("=")[0] + "=" for word in typed] + ["hydra.sweep.dir="]
-    if typed[0].startswith("precision=") and "," not in typed[0]:
-        chosen = [result for result in data.results if typed[0] in result.overrides]
-        left_out = chosen[0].left_out if chosen else ()
-        presets = ("sweep", "hydra.", "hydra/", "launcher=", "-m", "--multirun")
-        dropped += ["seed=", *presets, *left_out]
-    kept = [word for word in words[3:] if not word.lstrip("+").startswith(tuple(dropped))]
-    return quote_command([*RUNNER_COMMAND, *kept, *typed])
-
-
-def _command_words(data: SweepData) -> list[str]:
-    """Return the words of the sweep's command; empty for several commands."""
-    # A store may hold what nobody could type.
-    with suppress(ValueError):
-        return shlex.split(data.commands[0]) if len(data.commands) == 1 else []
-    return []
-
-
-def _is_resumable(data: SweepData, words: Sequence[str]) -> bool:
-    """Return whether the sweep itself can get what an answer lacks: more seeds in its list, or
-    another tolerance."""
-    keys = {word.partition("=")[0] for word in words}
-    command = _command_words(data)
-    is_own = bool(data.folder) and command[:3] in ([], RUNNER_COMMAND)
-    takes_seeds = not fixing_word(command)
-    return is_own and (keys == {"advise.max_gap"} or (takes_seeds and keys == {"seed"}))
-
-
-def _answer_sentence(data: SweepData, answer: Answer) -> str:
-    """Return an answer with what to type; without it for trainings by another trainer."""
-    if not answer.words or not any(result.overrides for result in data.results):
-        return answer.text
-    words = [*answer.words]
-    if _is_resumable(data, words):
-        words = [f"{RESUME_KEY}={os.path.relpath(data.folder)}", *words]
-    return f"{answer.text} Type {' '.join(filter(None, [quote_command(words), answer.aim]))}."
-
-
-def reservations(data: SweepData, compared: Sequence[Comparison]) -> list[str]:
-    """Return sentences on what did not end well or learned nothing, what was not computed as asked,
-    and a busy machine."""
-    sentences = [
-        failure_sentence(compared, data.missing_jobs_clause),
-        data.untrained_sentence,
-        _frozen_sentence(compared),
-        *caveats_of(comparison.group for comparison in compared),
-        stagnation_sentence(comparison.group for comparison in compared),
-        data.flips_sentence,
-        data.speed_reservation,
-    ]
-    return [*filter(None, sentences)]
-
-
-def conclusion_sentence(data: SweepData, comparisons: Sequence[Comparison]) -> str:
-    """Return what the numbers show and what to type, for each device.
-
-    Args:
-        data: the sweep.
-        comparisons: see SweepData.compared.
-    """
-    if any(sweep_letter(comparison.group.name) for comparison in comparisons):
-        return _two_sweeps_sentence(comparisons)
+def no_result_sentence(comparisons: Sequence[Comparison]) -> str:
+    """Return that no group has a quality."""
     if not comparisons:
         return "No job wrote a result."
-    found = answers(comparisons)
-    sentences = []
-    for device, answer in found.items():
-        place = f"On {device or 'an unknown device'}: " if len(found) > 1 else ""
-        sentences.append(f"{place}{_answer_sentence(data, answer)}")
-    if sentences:
-        return " ".join(sentences)
     # Modes like plan and explain finish without a quality: that is no failure.
     if any(comparison.group.counts.get("finished") for comparison in comparisons):
         return "Nothing was trained or evaluated."
     return "No job finished with a finite result."
 
 
-def _two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
+def two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return the verdicts on each group of two sweeps against 32-true of the first one."""
     clauses = []
     for comparison in comparisons:
@@ -223,15 +111,10 @@ def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") 
                 names.append(f"{group.name}{share}")
         if names:
             parts.append(f"{OUTCOME_WORDS.get(outcome, outcome)}: {join_names(names)}")
-    return _capitalised_sentence("; ".join(parts)) if parts else ""
+    return capitalised_sentence("; ".join(parts)) if parts else ""
 
 
-def _capitalised_sentence(text: str) -> str:
-    # str.capitalize() would lower all letters but the first.
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _frozen_sentence(comparisons: Sequence[Comparison]) -> str:
+def frozen_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return which groups train few of their weights and are not compared; empty without any."""
     shares = {c.group.name: c.group.trained_share for c in comparisons if c.trains_less}
     texts = join_names(f"{name} {format_percent(share)}" for name, share in shares.items())
@@ -239,7 +122,7 @@ def _frozen_sentence(comparisons: Sequence[Comparison]) -> str:
     return f"{start}." if shares else ""
 
 
-def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> Answer:
+def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> DeviceAnswer:
     """Return the answer of the groups of one device that ended with a quality.
 
     Args:
@@ -250,16 +133,16 @@ def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> 
     # situations before it are excluded.
     groups = [comparison.group for comparison in ended]
     if any(group.is_evaluation for group in groups):
-        return Answer(_evaluation_sentence(groups))
+        return DeviceAnswer(_evaluation_sentence(groups))
     if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
         return _only_answer(ended[0])
     if len({group.settings for group in groups}) > 1:
-        return Answer(settings_sentence(ended, every))
+        return DeviceAnswer(settings_sentence(ended, every))
     if not any(comparison.is_baseline for comparison in ended):
-        return Answer(_no_baseline_sentence(ended))
+        return DeviceAnswer(_no_baseline_sentence(ended))
     others = [other for other in ended if not other.is_baseline and not other.trains_less]
     if not others:
-        return Answer(f"Stay with {BASELINE}: no other precision trains the same weights.")
+        return DeviceAnswer(f"Stay with {BASELINE}: no other precision trains the same weights.")
     if not any(comparison.speed_ratio for comparison in others):
         return _untimed_answer(others)
     if any(comparison.is_judged for comparison in ended):
@@ -267,15 +150,17 @@ def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> 
     return _unjudged_answer(others)
 
 
-def _only_answer(comparison: Comparison) -> Answer:
+def _only_answer(comparison: Comparison) -> DeviceAnswer:
     """Return the result of the only group with one, and what to type to compare it."""
     name = comparison.group.name
     facts = _group_facts(comparison.group)
     if comparison.is_baseline:
-        return Answer(f"Stay with {BASELINE}: no other precision finished. It reached {facts}.")
+        return DeviceAnswer(
+            f"Stay with {BASELINE}: no other precision finished. It reached {facts}."
+        )
     other = "bf16-mixed" if name == BASELINE else name
     words = (f"precision={BASELINE},{other}",)
-    return Answer(f"{name} finished: {facts}.", words, "to compare")
+    return DeviceAnswer(f"{name} finished: {facts}.", words, "to compare")
 
 
 def _more_seeds(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
@@ -286,7 +171,7 @@ def _more_seeds(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
     return (f"seed={','.join(map(str, [*seeds, *unused[:count]]))}",)
 
 
-def _untimed_answer(others: Sequence[Comparison]) -> Answer:
+def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
     compared = [other for other in others if other.difference]
     # What does harm comes first: of many only some are named.
@@ -310,13 +195,13 @@ def _untimed_answer(others: Sequence[Comparison]) -> Answer:
         aim = "to judge the differences"
     if all(job.kernels == "emulated" for job in jobs):
         text = f"Emulated: the hardware itself is needed to measure the speed.{against}"
-        return Answer(text, words, aim)
+        return DeviceAnswer(text, words, aim)
     timed_ms = min((job.steps * job.step_ms for job in jobs if job.step_ms), default=MIN_TIMED_MS)
     factor = math.ceil(TIMED_STEPS_FACTOR * MIN_TIMED_MS / timed_ms) if timed_ms else 1
     steps = max(job.steps for job in jobs) * max(factor, 2)
     words = (f"train.max_steps={steps}", *words)
     text = f"Too short for a comparison of speed; train for more steps.{against}"
-    return Answer(text, words, aim)
+    return DeviceAnswer(text, words, aim)
 
 
 def _loss_gap(comparison: Comparison) -> float:
@@ -377,7 +262,7 @@ def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
     reason = NO_BASELINE_REASON
     if any(comparison.baseline for comparison in ended):
         reason = f"{BASELINE} reached no finite result to compare with"
-    sentence = _capitalised_sentence(reason)
+    sentence = capitalised_sentence(reason)
     timed = [comparison.group for comparison in ended if comparison.group.speed]
     if not timed:
         return sentence
@@ -385,11 +270,11 @@ def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
     return f"{sentence} Fastest: {fastest.name}: {_group_facts(fastest)}."
 
 
-def _unjudged_answer(others: Sequence[Comparison]) -> Answer:
+def _unjudged_answer(others: Sequence[Comparison]) -> DeviceAnswer:
     """Compare speed and memory, which one seed measures; quality needs more."""
     timed = [other for other in others if other.speed_ratio and other.group.is_complete]
     if not timed:
-        return Answer(f"Stay with {BASELINE}: no other precision finished.")
+        return DeviceAnswer(f"Stay with {BASELINE}: no other precision finished.")
     fastest = _fastest(timed)
     if fastest.speed_verdict == "faster" and fastest.has_stalled:
         return _open_answer(fastest, others)
@@ -398,10 +283,10 @@ def _unjudged_answer(others: Sequence[Comparison]) -> Answer:
     costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")
     quality = f"{fastest.group.metric} differs{gap}"
     words = _more_seeds(others, MIN_SEEDS - 1)
-    return Answer(f"{costs}{least}. Whether {quality} takes more seeds to judge.", words)
+    return DeviceAnswer(f"{costs}{least}. Whether {quality} takes more seeds to judge.", words)
 
 
-def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) -> Answer:
+def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) -> DeviceAnswer:
     """Decide where several seeds on both sides judge quality.
 
     Recommended is the fastest group that is measurably faster and shown to be as good. Where a
@@ -418,7 +303,7 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
             if other.difference and other.is_worse:
                 worse.append(f"{other.group.name} is {difference_words(other.difference)[0]}")
         reason = f"in {quality} {join_names(worse)}" if worse else "no other one finished in full"
-        return Answer(f"Stay with {BASELINE}: {reason}.", stay, pick=baseline)
+        return DeviceAnswer(f"Stay with {BASELINE}: {reason}.", stay, pick=baseline)
     faster = [other for other in timed if other.speed_verdict == "faster"]
     fit = [other for other in faster if other.has_learned and other.is_as_good]
     if faster and not fit:
@@ -435,22 +320,22 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
     ratio = pick.speed_ratio
     assert ratio is not None
     if pick.speed_verdict == "unclear" and not pick.was_busy and ratio.value > 1 + MIN_GAIN_SEEDS:
-        return Answer(text, _more_seeds(ended, ratio.n), "to measure the speed")
-    return Answer(text, words, pick=pick if fit else baseline)
+        return DeviceAnswer(text, _more_seeds(ended, ratio.n), "to measure the speed")
+    return DeviceAnswer(text, words, pick=pick if fit else baseline)
 
 
-def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
+def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> DeviceAnswer:
     """Say why the fastest group is not recommended yet, and what would decide."""
     group = rival.group
     gains = ", ".join(filter(None, [speed_words(rival), _memory_clause(rival)]))
     start = f"Stay with {BASELINE} for now: {group.name} is {gains}, but"
     if not rival.has_learned:
-        return Answer(f"{start} where nothing is learned nothing can be judged.")
+        return DeviceAnswer(f"{start} where nothing is learned nothing can be judged.")
     if rival.has_stalled:
         words = (f"precision={BASELINE},{group.precision}", "precision.update=kahan")
         share = format_percent(group.stagnant_share)
         text = f"{start} the last step moved none of {share} of its weights."
-        return Answer(text, words, "to keep such updates")
+        return DeviceAnswer(text, words, "to keep such updates")
     difference = rival.difference
     assert difference is not None
     quality = group.metric
@@ -459,7 +344,7 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
     if math.isnan(difference.margin):
         words = ("advise.max_gap=0.01",)
         text = f"{start} the seeds of {BASELINE} do not differ, so that no tolerance is known."
-        return Answer(text, words, "to accept a difference of 0.01")
+        return DeviceAnswer(text, words, "to accept a difference of 0.01")
     text = (
         f"{start} its {quality} may be {worst:.2g} worse ({numbers}{difference.n} seeds, tolerated "
         f"{difference.margin:.2g})."
@@ -468,11 +353,13 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> Answer:
         text = f"{start} one seed does not show whether its {quality} differs."
     count = difference.seeds_needed
     if count is None:
-        return Answer(f"{text} At this difference {MAX_SEEDS} seeds would not show that it is not.")
+        return DeviceAnswer(
+            f"{text} At this difference {MAX_SEEDS} seeds would not show that it is not."
+        )
     seconds = sum(fmean(job.seconds for job in other.group.jobs) for other in ended)
     added = format_duration(seconds * (count - difference.n))
     text = f"{text} About {count} seeds would decide, {added} more."
-    return Answer(text, _more_seeds(ended, count - difference.n))
+    return DeviceAnswer(text, _more_seeds(ended, count - difference.n))
 
 
 def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:

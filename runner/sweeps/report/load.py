@@ -7,33 +7,23 @@ with is in files of its folder and, for a job that was recorded, in MLflow.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from runner.config.annotations import dataclass_fields_from_json
-from runner.config.resolve import leaves
-from runner.modes.result import RunResult, Status, read_results, shared_settings
+from runner.modes.result import RunResult, Status, read_results
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.report.wording import join_names
-from runner.sweeps.sweep_resume import resume_text
-from runner.sweeps.verdict.compare import BASELINE, Comparison, compare_with_baselines, group_name
-from runner.sweeps.verdict.ranking import Advice, rank_precisions
+from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking import history
-from runner.tracking.history import Curve
-from runner.utils.errors import ConfigError
-from runner.utils.files import MAX_CONFIG_BYTES, check_values, read_text, write_json
-from runner.utils.formatting import format_percent, shorten_override
-from runner.utils.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT, ROUTERS
-from runner.utils.other_programs import busy_sentence
+from runner.utils.files import read_text, write_json
+from runner.utils.formatting import shorten_override
+from runner.utils.layout import CONFIG, ENVIRONMENT, RESULT, ROUTERS
 from runner.utils.secrets import redact
 from runner.utils.terminal import quote_command
 
@@ -56,218 +46,11 @@ _STATUS_BY_RUN_STATUS: dict[str, Status] = {
     "FAILED": "failed",
     "KILLED": "stopped",
 }
-MIN_LEARNING_STEPS = 20
-"""Recorded losses of a job from which on they say whether it has learned."""
 _UNKNOWN_STATUS = "Status unknown: still running, or killed without writing a result."
 _IGNORED_OVERRIDE = re.compile(
     r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
 )
 """Overrides in which two jobs may differ and still be compared."""
-_MACHINE_FACTS = ("python", "platform", "cuda", "threads", *GIT_KEYS)
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """What a job ran with; what is not known of it is missing.
-
-    Attributes:
-        config: values of the resolved config by dotted key, as YAML writes them.
-        environment: python, platform, cuda, threads, commit and the version of each package.
-    """
-
-    config: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def values(self) -> dict[str, str]:
-        """Return the config and the environment together."""
-        return {**self.config, **self.environment}
-
-    @classmethod
-    def of_texts(cls, config: str, environment: str) -> "JobSettings":
-        """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
-        facts: Any = {}
-        with suppress(ValueError):
-            facts = json.loads(environment)
-        if not isinstance(facts, dict):
-            return cls(flat_config(config))
-        known = {name: facts.get(name) for name in _MACHINE_FACTS}
-        packages = facts.get("packages")
-        if isinstance(packages, dict):
-            known |= packages
-        texts = {str(name): str(value) for name, value in known.items() if value is not None}
-        return cls(flat_config(config), texts)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job: its result, and its metrics over the steps exactly as they were recorded.
-
-    Attributes:
-        curves: by metric name, see _CURVE_METRICS; empty for a job that never trained.
-        read_settings: reads what the job ran with, which not every report needs.
-        router_choices: of a mixture of experts, the experts of each token in the first step, by
-            layer.
-    """
-
-    result: RunResult
-    curves: Mapping[str, Curve] = field(default_factory=dict)
-    read_settings: Callable[[], JobSettings] = JobSettings
-    router_choices: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SweepData:
-    """A sweep, complete or in part.
-
-    Attributes:
-        jobs: in the order in which the command asked for them.
-        commands: the commands typed, one per machine or process that took part.
-        is_stopped: whether a signal ended it before its last job.
-        job_count: how many jobs it has, those that never began included; 0 if unknown.
-        advise_settings: of mode=advise; None for a sweep that the user laid out.
-        fetch_failures: artifacts of the store that could not be fetched, and why.
-        notes: sentences on the jobs of two sweeps, see join_sweeps.
-        busy: share of the processors that other programs kept busy, where jobs trained on a CPU.
-        swept_precisions: precisions that the command lists.
-        folder: of the sweep, if it can be resumed here; else empty.
-        tolerance: accepted loss above the baseline's.
-    """
-
-    jobs: Sequence[Job]
-    commands: Sequence[str] = ()
-    sweep_id: str = ""
-    is_stopped: bool = False
-    job_count: int = 0
-    advise_settings: AdviseSettings | None = None
-    fetch_failures: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    busy: float = 0.0
-    swept_precisions: Sequence[str] = ()
-    folder: str = ""
-    tolerance: Tolerance = field(default_factory=Tolerance)
-
-    @property
-    def results(self) -> list[RunResult]:
-        """Return the result of each job."""
-        return [job.result for job in self.jobs]
-
-    @property
-    def compared(self) -> list[Comparison]:
-        """Return each group of jobs that differ in their seeds alone, against its baseline."""
-        return compare_with_baselines(self.results, self.busy, self.tolerance, self.untrained)
-
-    @property
-    def resume_command(self) -> str:
-        """Return what resumes the sweep here; empty if it cannot be."""
-        return resume_text(self.folder) if self.folder else ""
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Return whether resuming the sweep would run a job.
-
-        That is one that did not begin, was stopped, or failed for another reason than its numbers.
-        """
-        # A trial of mode=advise that fails is an answer about its precision.
-        if self.advise_settings:
-            return self.is_stopped
-        if self.is_stopped or self.missing_jobs_clause:
-            return True
-        # A job that diverged would diverge again.
-        repeatable = {result.status for result in self.results if not result.diverged}
-        return bool(repeatable & {"failed", "stopped"})
-
-    @property
-    def advice(self) -> Advice | None:
-        """Return the answer of mode=advise, None for any other sweep."""
-        if self.advise_settings is None:
-            return None
-        return rank_precisions(self.results, self.advise_settings, self.untrained)
-
-    @property
-    def router_flips(self) -> dict[str, dict[str, float]]:
-        """Return by group and layer the share of tokens whose experts are others than in 32-true.
-
-        It is of the first step, on equal weights and batches, and the mean over seeds. Empty for
-        models without routers.
-        """
-
-        def key(job: Job) -> tuple[object, ...]:
-            return job.result.seed, job.result.device, shared_settings(job.result.settings)
-
-        baselines = {key(job): job for job in self.jobs if job.result.precision == BASELINE}
-        shares: dict[str, dict[str, list[float]]] = {}
-        for job in self.jobs:
-            own = baselines.get(key(job), job)
-            for layer, chosen in job.router_choices.items():
-                base = own.router_choices.get(layer, ())
-                if own is not job and len(chosen) == len(base) > 0:
-                    of_layer = shares.setdefault(group_name(job.result), {}).setdefault(layer, [])
-                    of_layer.append(fmean(a != b for a, b in zip(chosen, base, strict=True)))
-        return {
-            group: {layer: fmean(values) for layer, values in layers.items()}
-            for group, layers in shares.items()
-        }
-
-    @property
-    def flips_sentence(self) -> str:
-        """Return how many tokens routers sent to other experts; empty without routers."""
-        flips = {name: fmean(layers.values()) for name, layers in self.router_flips.items()}
-        texts = join_names(f"{name} {format_percent(share)}" for name, share in flips.items())
-        start = f"Tokens with other experts than in {BASELINE}, in the first step"
-        return f"{start}: {texts}." if flips else ""
-
-    @property
-    def speed_reservation(self) -> str:
-        """Return that other programs were busy, where jobs trained on a CPU; else empty."""
-        return busy_sentence(self.busy) if any(job.is_on_cpu for job in self.results) else ""
-
-    @property
-    def untrained(self) -> list[RunResult]:
-        """Return the results of the jobs that ended with no lower training loss than that of the
-        weights that they began with."""
-        found = []
-        for job in self.jobs:
-            curve = job.curves.get("train/loss")
-            is_finished = job.result.outcome == "finished"
-            if not is_finished or curve is None or curve.shape[-1] < MIN_LEARNING_STEPS:
-                continue
-            steps, _, losses = curve
-            # The first step's loss is of the weights before any update.
-            if steps[0] == 1 and losses[-len(losses) // 10 :].mean() >= losses[0]:
-                found.append(job.result)
-        return found
-
-    @property
-    def untrained_sentence(self) -> str:
-        """Return which jobs have learned nothing; empty without any."""
-        names = [result.label for result in self.untrained]
-        start = f"The training loss of {join_names(names)} ended no lower than in the first step"
-        return f"{start}: where nothing is learned, precisions do not differ." if names else ""
-
-    @property
-    def no_answer(self) -> str:
-        """Return that the sweep has no answer before it is resumed; empty if every job ended."""
-        statuses = [result.status for result in self.results]
-        was_cut = self.is_stopped and "stopped" in statuses
-        if self.advise_settings or not (self.missing_jobs_clause or was_cut):
-            return ""
-        count = str(statuses.count("finished"))
-        count += f" of {self.job_count}" if self.job_count else ""
-        return f"No answer yet: {count} jobs finished. Resume the sweep."
-
-    @property
-    def missing_jobs_clause(self) -> str:
-        """Return a clause on the jobs that did not begin; empty if every job began."""
-        if self.job_count > len(self.jobs):
-            missing = self.job_count - len(self.jobs)
-            begun = {result.precision for result in self.results}
-            names = [name for name in self.swept_precisions if name not in begun]
-            among = f", among them all of {join_names(names)}" if names else ""
-            return f"{missing} of the sweep's {self.job_count} jobs had not begun{among}"
-        if self.is_stopped and not self.job_count:
-            return "the sweep was stopped before its last job"
-        return ""
 
 
 def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
@@ -393,7 +176,7 @@ def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
     """
     # A result that was made from tags has no overrides and is not renamed.
     known = [result for result in results if result.overrides]
-    named_settings = {(result.settings, _compared_overrides(result)) for result in known}
+    named_settings = {(tuple(result.settings), _compared_overrides(result)) for result in known}
     names = {name for name, _ in named_settings}
     settings = {overrides for _, overrides in named_settings}
     # One name for each set of overrides and the other way round: the names are not ambiguous.
@@ -406,9 +189,10 @@ def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
     for result in results:
         if result.overrides:
             distinct = _compared_overrides(result) - common
-            group = " ".join([result.precision, *sorted(map(shorten_override, distinct))])
+            own = sorted(map(shorten_override, distinct))
+            group = " ".join([result.precision, *own])
             seed = f" seed={result.seed}" if has_seeds and result.seed is not None else ""
-            result = replace(result, group=group, label=f"{group}{seed}")
+            result = replace(result, settings=own, group=group, label=f"{group}{seed}")
         renamed.append(result)
     return renamed
 
@@ -452,17 +236,21 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
     # The time of emulated arithmetic says nothing about the precision.
     is_emulated = bool(run.tags.get("emulated"))
     timed = {} if is_emulated else run.metrics
+    precision = run.tags.get("precision", "")
+    settings = run.tags.get("settings", "").split()
     return RunResult(
-        run.tags.get("precision", ""),
+        precision,
         run.name,
         run.tags.get("output_dir", ""),
         _STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
         run.tags.get("error", "") if run.status in _STATUS_BY_RUN_STATUS else _UNKNOWN_STATUS,
-        group=re.sub(r" seed=\d+(?= |$)", "", run.name),
+        group=" ".join([precision, *settings]),
+        settings=settings,
         seed=int(seed) if seed.isdecimal() else None,
         model=run.tags.get("model", ""),
         data=run.tags.get("data", ""),
         device=run.tags.get("device_name", ""),
+        device_type=run.tags.get("accelerator", ""),
         metrics={key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
         quality=quality,
         direction=direction,
@@ -506,20 +294,3 @@ def stored_settings(reader: "Reader", run: "StoredRun") -> JobSettings:
     """
     data = [reader.artifact_or_notice(run.run_id, name) or b"" for name in (CONFIG, ENVIRONMENT)]
     return JobSettings.of_texts(*(content.decode(errors="replace") for content in data))
-
-
-def flat_config(text: str) -> dict[str, str]:
-    """Return the values of a config by dotted key."""
-    content = None
-    with suppress(yaml.YAMLError, RecursionError, ConfigError):
-        # Every value as it is written: "1e-3" is no number for YAML, and None has no name there.
-        content = check_values(yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader))
-    if not isinstance(content, dict):
-        return {}
-    return {key: _value_text(value) for key, value in leaves(content)}
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_value_text, value))}]"
-    return str(value)

@@ -9,9 +9,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 from runner.config.resolve import omitted_key_messages
 from runner.modes.result import (
@@ -22,36 +20,16 @@ from runner.modes.result import (
     setting_values,
     table_rows,
 )
-from runner.sweeps.report import advice_page
+from runner.sweeps.report.advice_page import advice_blocks
 from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
-from runner.sweeps.report.conclusion import (
-    NO_BASELINE_REASON,
-    conclusion_sentence,
-    failure_sentence,
-    next_command,
-    only_answer,
-    reservations,
-)
-from runner.sweeps.report.load import Job, SweepData
+from runner.sweeps.report.conclusion import NO_BASELINE_REASON
 from runner.sweeps.report.settings_grid import settings_blocks
-from runner.sweeps.report.wording import (
-    OUTCOME_WORDS,
-    cast_notes,
-    common_verdict,
-    join_names,
-    rating_words,
-    verdict_words,
-)
-from runner.sweeps.verdict.compare import (
-    BASELINE,
-    MIN_GAIN_ONE_SEED,
-    MIN_GAIN_SEEDS,
-    Comparison,
-    sweep_letter,
-)
-from runner.sweeps.verdict.gate import gate_verdict
-from runner.sweeps.verdict.statistics import ERROR_RATE, Difference, Verdict
+from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.report.wording import OUTCOME_WORDS, cast_notes, common_verdict, join_names
+from runner.sweeps.verdict.answer import CaveatKind
+from runner.sweeps.verdict.compare import BASELINE, MIN_GAIN_ONE_SEED, MIN_GAIN_SEEDS, job_name
+from runner.sweeps.verdict.statistics import ERROR_RATE
 from runner.utils.files import prepare_output, write_text
 from runner.utils.formatting import format_number, format_percent, grouped
 from runner.utils.markup import (
@@ -65,14 +43,17 @@ from runner.utils.markup import (
     Text,
     markdown,
     markdown_text,
+    notebook_frame,
     to_html,
     to_markdown,
 )
 from runner.utils.other_programs import BUSY_SHARE
 from runner.utils.plots import svg_element
-from runner.utils.secrets import redact, redact_values
+from runner.utils.secrets import redact_values
 
 Row = Mapping[str, object]
+NOTED_CAVEATS = (CaveatKind.FAILED, CaveatKind.UNTRAINED, CaveatKind.BUSY)
+"""Caveats in the note of MLflow's parent run."""
 MAX_TITLE_KEYS = 4
 """Swept keys in the title of the page."""
 MAX_FAILED_JOB_NAMES = 6
@@ -119,12 +100,11 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be written to.
     """
-    compared = data.compared
     title = _page_title(data)
     if data.advice:
-        answer = list(advice_page.advice_blocks(data.advice))
+        answer = [*_answer_blocks(data), *advice_blocks(data.advice, data.gate)]
     else:
-        answer = list(_answer_blocks(data, compared))
+        answer = [*_compared_blocks(data)]
     if data.fetch_failures:
         answer += [
             Heading("Not fetched from the store"),
@@ -136,7 +116,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         ]
     pictures = [svg_element(figure) for figure in chart_figures(data)]
     charts = [Heading("Curves"), Charts(pictures, legend_entries(data))] if pictures else []
-    details = list(_detail_blocks(data, compared))
+    details = list(_detail_blocks(data))
 
     # Markdown cannot hold the charts: they are in report.png.
     paths = [
@@ -148,11 +128,10 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         picture_path = prepare_output(folder / "report.png")
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
-    metrics, tags, _ = answer_record(data)
-    paths += write_rows(table_rows(data.results), folder, {**metrics, **tags})
-    gate = gate_verdict(data.advice) if data.advice else None
-    if gate is not None:
-        paths.append(gate.write(folder))
+    record = data.answer.record
+    paths += write_rows(table_rows(data.results), folder, {**record.metrics, **record.tags})
+    if data.gate is not None:
+        paths.append(data.gate.write(folder))
     return paths
 
 
@@ -165,18 +144,24 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         data: the sweep.
         links: Markdown of links to the sweep's pages.
     """
+    answer = data.answer
     if data.advice:
-        parts = [*map(markdown, advice_page.answer_blocks(data.advice)), links]
+        parts = [*map(markdown, _answer_blocks(data)), links]
     else:
-        compared = data.compared
-        failures = failure_sentence(compared, data.missing_jobs_clause)
-        # The command is in the run's tag, caveats are in the report.
-        reservations = [failures, data.untrained_sentence, data.speed_reservation]
-        rest = [links, *map(markdown_text, reservations)]
-        answer = data.no_answer or conclusion_sentence(data, compared)
-        conclusion = markdown(Text(answer, "answer"))
-        parts = [conclusion, " · ".join(filter(None, rest))]
+        # The command is in the run's tag, other caveats are in the report.
+        noted = [markdown_text(each.text) for each in answer.caveats if each.kind in NOTED_CAVEATS]
+        parts = [
+            markdown(Text(answer.sentence, "answer")),
+            " · ".join(filter(None, [links, *noted])),
+        ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def advice_html(data: SweepData) -> str:
+    """Return the answer of mode=advise as a notebook shows it."""
+    assert data.advice is not None
+    blocks = [*_answer_blocks(data), *advice_blocks(data.advice, data.gate)]
+    return notebook_frame(to_html("mode=advise", blocks))
 
 
 def _page_title(data: SweepData) -> str:
@@ -220,8 +205,22 @@ def _distinct(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, names)))
 
 
-def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
-    """Yield what a reader in a hurry reads: the conclusion, the failures, the table of groups."""
+def _answer_blocks(data: SweepData) -> Iterator[Block]:
+    """Yield the answer, the command to type next, and the reservations."""
+    answer = data.answer
+    yield Text(answer.sentence, "answer")
+    if answer.command:
+        if data.advice:
+            yield Text("Next:")
+        yield Commands([str(answer.command)])
+    for caveat in answer.caveats:
+        yield Text(caveat.text)
+
+
+def _compared_blocks(data: SweepData) -> Iterator[Block]:
+    """Yield what a reader in a hurry reads of a sweep that the user laid out: the answer and the
+    table of groups."""
+    compared = data.compared
     groups = [comparison.group for comparison in compared]
     finished = sum(group.counts.get("finished", 0) for group in groups)
     # The number of jobs is not known of every sweep; then those that began are counted.
@@ -230,17 +229,12 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
     devices = _distinct(group.device for group in groups)
     sweep = f"sweep {data.sweep_id}" if data.sweep_id else ""
     yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
-    for note in data.notes:
-        yield Text(note)
-    yield Text(data.no_answer or conclusion_sentence(data, compared), "answer")
-    command = next_command(data, compared)
-    if command:
-        yield Commands([command])
-    yield from map(Text, reservations(data, compared))
+    yield from map(Text, data.notes)
+    yield from _answer_blocks(data)
     if not compared:
         return
     yield from settings_blocks(compared)
-    yield groups_table(compared, None if data.no_answer else only_answer(compared).pick)
+    yield groups_table(compared, data.answer.pick)
     verdict = common_verdict(compared)
     if verdict:
         yield Text(f"Against the baseline, each one with a result: {verdict}.", "small")
@@ -253,11 +247,11 @@ def _answer_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         yield Text(f"Not compared: {names}: {NO_BASELINE_REASON} with the same settings.", "small")
 
 
-def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[Block]:
+def _detail_blocks(data: SweepData) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
-    groups = [comparison.group for comparison in compared]
+    groups = [comparison.group for comparison in data.compared]
     failed = [job for job in data.jobs if job.result.outcome != "finished"]
-    labels_by_reason = grouped((_failure_reason(job), job.result.label) for job in failed)
+    labels_by_reason = grouped((_failure_reason(job), job_name(job.result)) for job in failed)
     if labels_by_reason:
         failures = labels_by_reason.items()
         yield Heading("Without a result")
@@ -285,7 +279,7 @@ def _detail_blocks(data: SweepData, compared: Sequence[Comparison]) -> Iterator[
         return
     if any(group.finished_count for group in groups):
         yield Heading("How this was compared")
-        yield Items(list(report_footnotes(data, compared)), small=True)
+        yield Items(list(report_footnotes(data)), small=True)
 
 
 def _failure_reason(job: Job) -> str:
@@ -306,11 +300,12 @@ def _failure_reason(job: Job) -> str:
     return f"diverged: {metrics}"
 
 
-def report_footnotes(data: SweepData, compared: Sequence[Comparison]) -> Iterator[tuple[str, str]]:
+def report_footnotes(data: SweepData) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) for every kind of number that the report compares.
 
     A report gets the note of a number only if it shows such a number.
     """
+    compared = data.compared
     finished = [comparison.group for comparison in compared if comparison.group.finished_count]
     if any(group.quality for group in finished):
         seeds = {job.seed for group in finished for job in group.jobs if job.seed is not None}
@@ -329,7 +324,7 @@ def report_footnotes(data: SweepData, compared: Sequence[Comparison]) -> Iterato
     if any(c.speed_ratio for c in compared if not c.is_baseline):
         limits = {"several": MIN_GAIN_SEEDS, "single": MIN_GAIN_ONE_SEED, "busy": BUSY_SHARE}
         yield "Speed", SPEED_NOTE.format(**limits)
-    if any(sweep_letter(group.name) for group in finished):
+    if any(group.sweep for group in finished):
         yield "Two sweeps", TWO_SWEEPS_NOTE
     names_by_rounding = grouped(
         (rounding, group.name)
@@ -351,68 +346,11 @@ def report_footnotes(data: SweepData, compared: Sequence[Comparison]) -> Iterato
         yield "Memory on a GPU", GPU_MEMORY_NOTE
 
 
-def answer_record(data: SweepData) -> tuple[dict[str, float], dict[str, str], int]:
-    """Return what the report says of each group of seeds against the baseline, for MLflow.
-
-    Returns:
-        The metrics of the parent run: the gap in quality (group minus baseline; of an evaluated
-        checkpoint, minus what it reached in its own precision), half the width of the gap's
-        confidence interval, and the ratios of speed and memory. Its tags: the verdicts, which a
-        resumed sweep may change. The step of the metrics, the optimizer steps of all jobs.
-    """
-    sign = data.advice.settings.sign if data.advice else 1
-    gate = gate_verdict(data.advice) if data.advice else None
-    judged: list[tuple[Comparison, str]] = []
-    if gate is not None:
-        look = gate.looks[-1] if gate.looks else None
-        tested = look and Difference(Verdict.UNCLEAR, look.gap, look.seeds, look.half_width)
-        judged = [(replace(gate.precision.comparison, difference=tested), gate.decision)]
-    elif data.advice:
-        for verdict in data.advice.verdicts:
-            comparison = verdict.comparison
-            if verdict.is_emulated:
-                # As in the table: an emulation's speed is not the hardware's, nor its peak memory.
-                memory = comparison.memory_ratio if verdict.group.is_on_cpu else None
-                comparison = replace(comparison, speed_ratio=None, memory_ratio=memory)
-            judged.append((comparison, rating_words(verdict)))
-    else:
-        compared = data.compared
-        judged = [(comparison, verdict_words(comparison)) for comparison in compared]
-    metrics = {}
-    tags = {}
-    for comparison, verdict in judged:
-        group = comparison.group
-        speed = comparison.speed_ratio
-        numbers = {
-            "gap": group.change.mean if group.change else None,
-            "gap_half_width": None,
-            "speed_ratio": speed.value if speed else None,
-            "memory_ratio": comparison.memory_ratio,
-        }
-        if comparison.difference:
-            numbers["gap"] = sign * comparison.difference.value
-            numbers["gap_half_width"] = comparison.difference.ci_half_width
-        # The first device's names stay when jobs of another device join the sweep.
-        is_first = group.device == judged[0][0].group.device
-        name = redact(group.name if is_first else f"{group.name} {group.device}")
-        # MLflow's names hold no equals sign.
-        name = name.replace("=", ":")
-        tags[f"verdict/{name}"] = verdict
-        for key, number in numbers.items():
-            # With too few seeds the interval is infinite.
-            if number is not None and math.isfinite(number):
-                metrics[f"answer/{key}/{name}"] = number
-    for name, layers in data.router_flips.items():
-        metrics[f"answer/router_flips/{redact(name).replace('=', ':')}"] = fmean(layers.values())
-    # The steps grow when a sweep is resumed: of two points at one step the first one stays.
-    return metrics, tags, sum(result.steps for result in data.results)
-
-
 def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> list[Path]:
     """Write rows of table_rows() as report.csv and report.json into a folder; return the paths.
 
     In CSV None is an empty field. In JSON, which has the meaning of each column and the metrics
-    and tags of answer_record(), too, a number that is not finite is its name.
+    and tags of the answer, too, a number that is not finite is its name.
 
     Raises:
         OSError: the folder cannot be written to.

@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING
 from runner.checkpoint.locate import newest_sweeps
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
-from runner.modes.result import RunResult
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.report.load import (
-    JOB_RESULTS_FOLDER,
-    JobSettings,
-    SweepData,
-    load_from_folder,
-    load_from_store,
-)
-from runner.sweeps.report.pages import answer_record, summary_markdown, write_report
+from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
+from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.sweep_data import JobSettings, SweepData
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, group_name
 from runner.tracking.dashboard import sweep_links
@@ -178,10 +172,10 @@ def store_report(
     paths = write_report(data, folder)
     for path in paths:
         reader.log_artifact(parent.run_id, path)
-    metrics, tags, steps = answer_record(data)
+    record = data.answer.record
     links = sweep_links(parent.experiment_id, parent.run_id, data.sweep_id)
-    tags[NOTE_TAG] = summary_markdown(data, links)
-    reader.log_answer(parent, metrics, tags, steps)
+    tags = {**record.tags, NOTE_TAG: summary_markdown(data, links)}
+    reader.log_answer(parent, record.metrics, tags, record.steps)
     return paths, data
 
 
@@ -247,14 +241,17 @@ def join_sweeps(first: LoadedSweep, second: LoadedSweep) -> SweepData:
     """
     jobs = []
     names = []
-    for word, sweep in ((FIRST_SWEEP, first), (SECOND_SWEEP, second)):
+    for letter, sweep in ((FIRST_SWEEP, first), (SECOND_SWEEP, second)):
         if not sweep.data.jobs:
             raise ConfigError(
                 f"{sweep.name} has no job that wrote a result. Type report <A> <B> with two sweeps "
                 "that ran."
             )
-        jobs += [replace(job, result=_named(job.result, word)) for job in sweep.data.jobs]
-        names.append(f"{word[-1]} is {', '.join(filter(None, [sweep.name, sweep.date]))}")
+        for job in sweep.data.jobs:
+            overrides = [*job.result.overrides, f"sweep={letter}"]
+            result = replace(job.result, sweep=letter, overrides=overrides)
+            jobs.append(replace(job, result=result))
+        names.append(f"{letter} is {', '.join(filter(None, [sweep.name, sweep.date]))}")
     both = (first.data, second.data)
     return SweepData(
         jobs,
@@ -268,17 +265,6 @@ def join_sweeps(first: LoadedSweep, second: LoadedSweep) -> SweepData:
         ],
         busy=max(data.busy for data in both),
         tolerance=first.data.tolerance,
-    )
-
-
-def _named(result: RunResult, word: str) -> RunResult:
-    """Return a result whose group, label and overrides have the word of its sweep."""
-    own_words = result.label.removeprefix(result.precision)
-    return replace(
-        result,
-        group=f"{result.precision} {word} {result.settings}".rstrip(),
-        label=f"{result.precision} {word} {own_words.strip()}".rstrip(),
-        overrides=[*result.overrides, word],
     )
 
 

@@ -5,13 +5,11 @@ per setting; the sentence counts for how many settings each verdict holds.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from runner.modes.result import shared_settings
 from runner.sweeps.report.wording import (
-    NOT_COMPARED,
-    VERDICT_WORDS,
     format_mean_sd,
     join_names,
     outcome_words,
@@ -31,13 +29,8 @@ from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 
 MAX_SUMMARIES = 3
 """Precisions in the conclusion; the report's list has all."""
-_NAMED_WORDS = (
-    VERDICT_WORDS[Verdict.BETTER],
-    VERDICT_WORDS[Verdict.STALLED],
-    VERDICT_WORDS[Verdict.WORSE],
-    NOT_COMPARED,
-)
-"""Results that are rare and matter: the settings are named."""
+_NAMED_VERDICTS = (Verdict.BETTER, Verdict.STALLED, Verdict.WORSE, None)
+"""Verdicts, and no verdict, that are rare and matter: the settings are named."""
 _BEST_NOTE = (
     "best: measurably better than every other precision of its column (t tests of the differences "
     "over seeds, at 5 % for all of them together). A column without a mark has no measurable best."
@@ -56,7 +49,7 @@ class _Grid:
 
     rows: Sequence[str]
     columns: Sequence[str]
-    cells: dict[tuple[str, str], Comparison]
+    cells: Mapping[tuple[str, str], Comparison]
 
     @classmethod
     def of_device(cls, compared: Sequence[Comparison], device: str) -> "_Grid":
@@ -66,11 +59,10 @@ class _Grid:
             group = comparison.group
             if group.device != device:
                 continue
-            setting = shared_settings(group.settings)
+            shared = shared_settings(group.settings)
             # The precision with the keys that it does not share with 32-true.
-            shared = setting.split()
-            own_keys = [word for word in group.settings.split() if word not in shared]
-            cells[" ".join([group.precision, *own_keys]), setting] = comparison
+            own_keys = [word for word in group.settings if word not in shared]
+            cells[" ".join([group.precision, *own_keys]), " ".join(shared)] = comparison
         rows = dict.fromkeys(row for row, _ in cells)
         columns = dict.fromkeys(column for _, column in cells)
         return cls(list(rows), list(columns), cells)
@@ -99,7 +91,8 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
     for device, grid in grids.items():
         if len(grids) > 1:
             yield Text(f"On {device or 'an unknown device'}:")
-        best = {id(_measured_best(grid.column(setting))) for setting in grid.columns}
+        found = [_measured_best(grid.column(setting)) for setting in grid.columns]
+        best = {id(each) for each in found if each is not None}
         rows = []
         for row in grid.rows:
             comparisons = [grid.cells.get((row, setting)) for setting in grid.columns]
@@ -110,7 +103,7 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
         summaries = list(_summaries(grid))
         if summaries:
             yield Items(summaries)
-        if any(cell.note == "best" for row in rows for cell in row):
+        if best:
             yield Text(_BEST_NOTE, "small")
     if has_several_models([comparison.group for comparison in compared]):
         yield Text("Qualities of different models or data are not compared.", "small")
@@ -155,16 +148,23 @@ def _summaries(grid: _Grid) -> Iterator[tuple[str, str]]:
             if comparison and comparison.baseline is not None and not comparison.is_baseline:
                 row[setting] = comparison
         if len(row) > 1:
-            yield name, ", ".join([*_counts(row, verdict_word), *_counts(row, speed_word)])
+            verdicts = _counts(row, verdict_word, _NAMED_VERDICTS)
+            yield name, ", ".join([*verdicts, *_counts(row, speed_word)])
 
 
-def _counts(row: dict[str, Comparison], word_of: Callable[[Comparison], str]) -> Iterator[str]:
+def _counts(
+    row: Mapping[str, Comparison],
+    word_of: Callable[[Comparison], str],
+    named: Sequence[Verdict | None] = (),
+) -> Iterator[str]:
     """Yield each word with the number of settings that it holds for, the most frequent first."""
     settings_by_word = grouped((word_of(each), setting) for setting, each in row.items())
     settings_by_word.pop("", None)
     for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
         text = f"{word} in {len(settings)} of {len(row)} settings"
-        if word in _NAMED_WORDS and len(settings) < len(row):
+        difference = row[settings[0]].difference
+        verdict = difference.verdict if difference else None
+        if verdict in named and len(settings) < len(row):
             text += f" ({join_names(settings)})"
         yield text
 

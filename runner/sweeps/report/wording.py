@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from runner.sweeps.verdict.compare import BASELINE, Comparison, Group, caveats_of
+from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import PrecisionVerdict
 from runner.sweeps.verdict.settings import TIMEOUT_WORDS
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
 from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.formatting import first_names, format_number
+from runner.utils.formatting import first_names, format_number, grouped
 from runner.utils.markup import Tone
 
 VERDICT_WORDS = {
@@ -89,6 +89,12 @@ def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     return first_names([*names], limit)
 
 
+def capitalised_sentence(text: str) -> str:
+    """Return a clause as a sentence."""
+    # str.capitalize() would lower all letters but the first.
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def outcome_words(group: Group) -> str:
     """Return how the jobs of a group ended."""
     return ", ".join(OUTCOME_WORDS.get(outcome, outcome) for outcome in group.counts)
@@ -118,8 +124,12 @@ def difference_words(difference: Difference) -> tuple[str, str]:
 def common_verdict(comparisons: Sequence[Comparison]) -> str:
     """Return the verdict that all of many differences to the baseline share, else empty."""
     differences = [c.difference for c in comparisons if c.difference]
-    verdicts = {difference_words(difference)[0] for difference in differences}
-    return verdicts.pop() if len(verdicts) == 1 and len(differences) > MAX_LISTED_NAMES else ""
+    verdicts = {difference.verdict for difference in differences}
+    # A verdict by how much differs from row to row.
+    is_common = len(verdicts) == 1 and not verdicts & {Verdict.WORSE, Verdict.BETTER}
+    if not is_common or len(differences) <= MAX_LISTED_NAMES:
+        return ""
+    return difference_words(differences[0])[0]
 
 
 def speed_words(comparison: Comparison) -> str:
@@ -238,8 +248,20 @@ def stagnation_sentence(groups: Iterable[Group]) -> str:
     )
 
 
+def unasked_sentences(groups: Iterable[Group]) -> list[str]:
+    """Return what the groups' jobs did not compute as asked, with the precisions."""
+    jobs = [job for group in groups for job in group.jobs]
+    return _with_precisions((text, job.precision) for job in jobs for text in job.caveats)
+
+
 def cast_notes(groups: Iterable[Group]) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) of casts that followed torch's list for CPUs."""
-    notes = caveats_of(groups, of_casts=True)
-    if notes:
-        yield "Autocast", " ".join(notes)
+    jobs = [job for group in groups for job in group.jobs if job.cast_note]
+    if jobs:
+        yield "Autocast", " ".join(_with_precisions((job.cast_note, job.precision) for job in jobs))
+
+
+def _with_precisions(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return each text of pairs with a precision once, after its precisions."""
+    named = grouped(pairs).items()
+    return [f"{', '.join(dict.fromkeys(precisions))}: {text}" for text, precisions in named]

@@ -6,12 +6,11 @@ A `Group` holds the jobs that differ in their seeds alone; a `Comparison` sets i
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Literal
 
-from runner.config.messages import CPU_CASTS
 from runner.modes.result import RunResult, change_since_training, shared_settings
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
@@ -29,9 +28,9 @@ from runner.utils.other_programs import BUSY_SHARE
 
 BASELINE = "32-true"
 """The precision that every other one is compared with."""
-FIRST_SWEEP = "sweep=A"
-SECOND_SWEEP = "sweep=B"
-"""Words in the settings of jobs in a report on two sweeps: both are compared with 32-true of A."""
+FIRST_SWEEP = "A"
+SECOND_SWEEP = "B"
+"""The sweeps of a report on two: the jobs of both are compared with 32-true of A."""
 MIN_GAIN_SEEDS = 0.05
 """Median speed ratios of several seeds that are nearer to 1 are called even: on a shared machine
 speeds vary as much."""
@@ -53,7 +52,7 @@ class Group:
     """Jobs that differ in their seeds alone, on one device.
 
     Attributes:
-        name: the label without the seed.
+        name: the label without the seed, and in a report on two sweeps the sweep.
         counts: jobs by outcome.
         quality, loss: over the complete jobs (finished, not diverged); the other spreads are
             over all jobs that finished or were stopped as diverged.
@@ -94,9 +93,19 @@ class Group:
         return any(job.trained_in for job in self.jobs)
 
     @property
-    def settings(self) -> str:
+    def settings(self) -> tuple[str, ...]:
         """Return the swept settings apart from precision and seed."""
-        return self.jobs[0].settings
+        return tuple(self.jobs[0].settings)
+
+    @property
+    def label(self) -> str:
+        """Return the name without the sweep."""
+        return self.jobs[0].group or self.jobs[0].label
+
+    @property
+    def sweep(self) -> str:
+        """Return the letter of its sweep in a report on two sweeps, else an empty text."""
+        return self.jobs[0].sweep
 
     @property
     def metric(self) -> str:
@@ -152,35 +161,14 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
     return [_group(*key, jobs, results) for key, jobs in grouped(keyed).items()]
 
 
-def caveats_of(groups: Iterable[Group], of_casts: bool = False) -> list[str]:
-    """Return what the groups' jobs did not compute as asked, in sentences that name the precisions.
-
-    Args:
-        groups: of the jobs.
-        of_casts: return what every mixed precision on a CPU says instead.
-    """
-    precisions: dict[str, dict[str, None]] = {}
-    for job in chain.from_iterable(group.jobs for group in groups):
-        for text in job.caveats:
-            if text.startswith(CPU_CASTS) == of_casts:
-                precisions.setdefault(text, {})[job.precision] = None
-    return [f"{', '.join(names)}: {text}" for text, names in precisions.items()]
+def job_name(result: RunResult) -> str:
+    """Return the name of a job in a report: its label, and of two sweeps its sweep."""
+    return f"{result.label} sweep={result.sweep}" if result.sweep else result.label
 
 
 def group_name(result: RunResult) -> str:
-    """Return the name of a job's group: its label without the seed."""
-    return result.group or result.label
-
-
-def sweep_letter(name: str) -> str:
-    """Return the letter of the sweep that a group's or job's name has in a report on two sweeps."""
-    sweeps = {FIRST_SWEEP, SECOND_SWEEP} & {*name.split()}
-    return sweeps.pop()[-1] if sweeps else ""
-
-
-def without_sweep(name: str) -> str:
-    """Return a group's or job's name without the word of its sweep."""
-    return " ".join(word for word in name.split() if word not in (FIRST_SWEEP, SECOND_SWEEP))
+    """Return the name of a job's group: that of the job without the seed."""
+    return job_name(replace(result, label=result.group or result.label))
 
 
 def has_several_models(groups: Sequence[Group]) -> bool:
@@ -308,9 +296,8 @@ def compare_with_baselines(
         untrained: results whose training loss did not fall.
     """
     groups = group_jobs(results)
-    candidates = {
-        (group.settings, group.device): group for group in groups if group.precision == BASELINE
-    }
+    bases = [each for each in groups if each.precision == BASELINE and each.sweep != SECOND_SWEEP]
+    candidates = {(group.settings, group.device): group for group in bases}
     pairs = [(group, _baseline_of(group, candidates)) for group in groups]
     used = {id(base) for group, base in pairs if base is not group}
     compared = []
@@ -342,24 +329,22 @@ def compare_with_baselines(
     return [replace(each, difference=differences.get(id(each))) for each in compared]
 
 
-def _baseline_of(group: Group, candidates: Mapping[tuple[str, str], Group]) -> Group | None:
+def _baseline_of(
+    group: Group, candidates: Mapping[tuple[tuple[str, ...], str], Group]
+) -> Group | None:
     """Return the baseline with the same settings on the same device, None without one.
 
     Args:
         group: any group of the sweep.
         candidates: the baseline's groups by (settings, device).
     """
-    settings = group.settings
-    is_second = settings.startswith(SECOND_SWEEP)
-    if is_second:
-        settings = FIRST_SWEEP + settings.removeprefix(SECOND_SWEEP)
     # Settings that belong to a precision, such as its keep_fp32, have no baseline with the same.
-    shared = shared_settings(settings)
-    for each in (settings, shared):
+    shared = shared_settings(group.settings)
+    for each in (group.settings, shared):
         if (each, group.device) in candidates:
             return candidates[each, group.device]
     # A second sweep may have run on another machine.
-    if is_second:
+    if group.sweep == SECOND_SWEEP:
         return next((group for (each, _), group in candidates.items() if each == shared), None)
     return None
 

@@ -104,18 +104,17 @@ class Advice:
     Attributes:
         verdicts: best first.
         baseline_losses: the baseline's final losses by seed, see AdviseSettings.judged_loss.
+        page: HTML that a notebook shows in place of the advice, made by the caller.
     """
 
     settings: AdviseSettings
     verdicts: Sequence[PrecisionVerdict]
     baseline_losses: LossBySeed
+    page: str = field(default="", repr=False)
 
-    def _repr_html_(self) -> str:
-        """Return the answer as a notebook shows it."""
-        # Above this module: the page is made from the advice.
-        from runner.sweeps.report.advice_page import advice_html
-
-        return advice_html(self)
+    def _repr_html_(self) -> str | None:
+        """Return the page; None shows the advice as text."""
+        return self.page or None
 
     @property
     def baseline_spread(self) -> float:
@@ -189,7 +188,7 @@ def _is_search_trial(group: Group) -> bool:
     """Return whether the jobs measure numbers, or try remedies that the search dropped."""
     # A remedy that heals is repeated over more seeds than a verdict needs: one of them chose it.
     is_dropped = bool(group.settings) and group.counts.get("finished", 0) <= MIN_SEEDS
-    return is_dropped or "numerics." in group.settings
+    return is_dropped or any(word.startswith("numerics.") for word in group.settings)
 
 
 def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
@@ -228,7 +227,8 @@ def _add_attempts(
     # A remedy that heals the precision has a row of its own, which says more.
     if any(other.is_acceptable for other in of_precision if other.group.settings):
         return verdict
-    of_group = [(group.settings, gap) for group, gap in attempts if group.precision == precision]
+    of_precision = [pair for pair in attempts if pair[0].precision == precision]
+    of_group = [(" ".join(group.settings), gap) for group, gap in of_precision]
     return replace(verdict, attempted_remedies=of_group)
 
 
@@ -256,7 +256,7 @@ def _verdict(
         settings,
         diverged_step,
         precision in settings.emulated,
-        [*settings.command, f"precision={precision}", *overrides, *group.settings.split()],
+        [*settings.command, f"precision={precision}", *overrides, *group.settings],
         settings.diagnoses.get(precision, "") if is_plain else "",
         settings.memory.get(precision) if is_plain else None,
     )

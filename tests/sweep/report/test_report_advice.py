@@ -7,18 +7,13 @@ import pytest
 from job_results import CPU, finished
 
 from runner.modes.result import RunResult
-from runner.sweeps.report.advice_page import (
-    advice_blocks,
-    advice_sentence,
-    next_command,
-    other_sentences,
-)
+from runner.sweeps.report.advice_page import advice_answer, advice_blocks
 from runner.sweeps.report.charts import chart_figures
 from runner.sweeps.report.columns import advice_table
-from runner.sweeps.report.conclusion import conclusion_text
-from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.pages import answer_record, write_report
+from runner.sweeps.report.pages import write_report
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import health_words, reason_sentence
+from runner.sweeps.verdict.answer import Answer
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.settings import AdviseSettings
@@ -60,6 +55,10 @@ def asked(*groups: list[RunResult], question: AdviseSettings = ASKED) -> Advice:
 BASE = trials("32-true")
 
 
+def answer_of(advice: Advice) -> Answer:
+    return advice_answer(advice, gate_verdict(advice))
+
+
 def outcomes(advice: Advice) -> dict[str, str]:
     return {line.name: line.rating for line in advice.verdicts}
 
@@ -69,7 +68,7 @@ def test_the_answer_in_mlflow_is_the_one_that_was_judged(mode: str) -> None:
     question = replace(ASKED, mode=mode, max_gap=0.1 if mode == "gate" else None)
     jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
     data = SweepData([Job(job) for job in jobs], advise_settings=question)
-    metrics, tags, _ = answer_record(data)
+    metrics, tags, _ = data.answer.record
     gate = gate_verdict(data.advice) if data.advice and mode == "gate" else None
     if gate is not None:
         assert tags == {"verdict/bf16-mixed": "accepted"}
@@ -95,8 +94,8 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
         ("32-true", "baseline"),
         ("bf16-true", "worse"),
     ]
-    assert next_command(found) == "python -m runner model=mlp precision=bf16-mixed"
-    assert advice_sentence(found).startswith(
+    assert str(answer_of(found).command) == "python -m runner model=mlp precision=bf16-mixed"
+    assert answer_of(found).sentence.startswith(
         "Use bf16-mixed: 1.50 × as fast as 32-true, and its loss is"
     )
 
@@ -117,7 +116,7 @@ def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
     verdicts = {verdict.name: verdict for verdict in found.verdicts}
     assert verdicts["bf16-mixed"].rating.name == "RECOMMENDED"
     assert verdicts["16-mixed"].rating.name == "WORSE"
-    assert ", and its val/f1 is higher by 0.0998" in advice_sentence(found)
+    assert ", and its val/f1 is higher by 0.0998" in answer_of(found).sentence
     assert reason_sentence(verdicts["16-mixed"]).startswith("val/f1 -0.1")
     assert reason_sentence(verdicts["32-true"]).startswith("val/f1 1, seeds differ by")
 
@@ -126,7 +125,7 @@ def test_float32_is_recommended_if_nothing_is_faster() -> None:
     found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
     assert found.recommendation is not None
     assert found.recommendation.name == "32-true"
-    assert advice_sentence(found).startswith("Stay with 32-true")
+    assert answer_of(found).sentence.startswith("Stay with 32-true")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,10 @@ def test_a_module_set_that_heals_has_a_row_and_a_failed_attempt_has_none() -> No
         "32-true": "baseline",
         "16-mixed": "worse",
     }
-    assert next_command(found) == f"python -m runner model=mlp precision=16-mixed '{settings}'"
+    assert (
+        str(answer_of(found).command)
+        == f"python -m runner model=mlp precision=16-mixed '{settings}'"
+    )
 
 
 def test_attempted_module_sets_are_listed_if_none_heals() -> None:
@@ -239,13 +241,14 @@ RESERVATIONS = {
 
 @pytest.mark.parametrize(("jobs", "busy", "text"), RESERVATIONS.values(), ids=RESERVATIONS)
 def test_reservations_are_named(jobs: list[RunResult], busy: float, text: str) -> None:
-    assert other_sentences(asked(BASE, jobs, question=replace(ASKED, busy=busy))) == text
+    caveats = answer_of(asked(BASE, jobs, question=replace(ASKED, busy=busy))).caveats
+    assert " ".join(caveat.text for caveat in caveats) == text
 
 
 def test_float32_that_diverges_leaves_no_advice() -> None:
     found = asked(changed(BASE, diverged=True, status="failed"), trials("bf16-mixed"))
     assert found.recommendation is None
-    assert advice_sentence(found).startswith("No advice")
+    assert answer_of(found).sentence.startswith("No advice")
 
 
 def test_health_names_overflows_the_loss_scale_and_stagnant_weights() -> None:
@@ -264,7 +267,7 @@ def test_the_report_has_the_next_command_and_the_method(tmp_path: Path) -> None:
     assert "python -m runner model=mlp precision=bf16-mixed" in text
     assert "Student 1908" in text
     assert "not a whole training" in paths[1].read_text()
-    assert len(list(advice_blocks(rank_precisions([j.result for j in jobs], ASKED)))) > 4
+    assert len(list(advice_blocks(rank_precisions([j.result for j in jobs], ASKED), None))) == 5
 
 
 def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path: Path) -> None:
@@ -298,7 +301,7 @@ def test_no_speed_is_compared_where_one_trial_was_too_short_for_it() -> None:
     assert speed(1) is None
     none = [replace(j, examples_per_second=None) for j in BASE]
     found = asked(none, trials("bf16-mixed"))
-    assert advice_sentence(found).startswith(
+    assert answer_of(found).sentence.startswith(
         "Stay with 32-true for now: too few trials were long enough"
     )
 
@@ -356,14 +359,14 @@ def test_a_precision_whose_weights_no_longer_move_is_not_recommended() -> None:
 def test_nothing_is_judged_where_nothing_was_learned() -> None:
     jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
     advice = rank_precisions(jobs, ASKED, untrained=BASE[:1])
-    assert advice_sentence(advice) == "Stay with 32-true for now: nothing could be judged."
+    assert answer_of(advice).sentence == "Stay with 32-true for now: nothing could be judged."
 
 
 @pytest.mark.parametrize("mode", ["advise", "gate"])
 def test_python_gets_the_answer_that_the_command_prints(mode: str) -> None:
     question = replace(ASKED, mode=mode, max_gap=0.1)
     jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
-    text = conclusion_text(SweepData([Job(job) for job in jobs], advise_settings=question))
+    text = SweepData([Job(job) for job in jobs], advise_settings=question).answer.text
     start = {"advise": "Use bf16-mixed: 1.50 × as fast as", "gate": "bf16-mixed is accepted: "}
     assert text.startswith(start[mode])
 

@@ -19,7 +19,7 @@ from runner.sweeps.report.charts import (
     legend_entries,
     overview_figure,
 )
-from runner.sweeps.report.load import Job, SweepData
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.utils.plots import plain_label, svg_element
 

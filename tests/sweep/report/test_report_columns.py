@@ -47,7 +47,9 @@ def test_the_terminals_table_shows(results: list[RunResult], shown: list[str]) -
 
 
 def test_the_table_fits_a_narrow_terminal_without_cutting_a_number() -> None:
-    work = {"matrix_work": "84.2% FP8, 15.3% bfloat16, 0.5% float32", "converted": "2/3"}
+    shares = {"FP8": "84.2%", "bfloat16": "15.3%", "float32": "0.5%"}
+    text = ", ".join(f"{share} {name}" for name, share in shares.items())
+    work = {"matrix_work": text, "matrix_formats": [*shares], "converted": "2/3"}
     results = [finished("float8-rowwise", seed, 0.912, **work) for seed in range(2)]
     for width, has_all in ((200, True), (80, False)):
         console = plain_console()

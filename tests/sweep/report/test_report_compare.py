@@ -9,10 +9,9 @@ from scipy import stats
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
-from runner.sweeps.report.conclusion import conclusion_text, next_command, only_answer
-from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import summary_markdown
 from runner.sweeps.report.settings_grid import best_group
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
 from runner.sweeps.verdict.statistics import Spread, Tolerance
@@ -160,12 +159,21 @@ FAST = (200.0, 204.0, 208.0, 212.0)
 NOISY, SAME, WORSE = (0.90, 0.91, 0.92), (0.905, 0.908, 0.921), (0.70, 0.711, 0.72)
 
 
+def answer_of(results):
+    return SweepData([*map(Job, results)]).answer
+
+
+def next_command(data):
+    return str(data.answer.command or "")
+
+
 def conclusion_of(*results, **fields):
-    return conclusion_text(SweepData([*map(Job, results)], **fields))
+    return SweepData([*map(Job, results)], **fields).answer.text
 
 
 def test_the_work_that_was_not_in_the_asked_format_is_a_sentence_and_a_column():
-    mixed = seeds("b", SAME, matrix_work="75.0% float32, 25.0% bfloat16", caveats=["As it is."])
+    work = {"matrix_work": "75.0% float32, 25.0% bfloat16", "matrix_formats": ["a", "b"]}
+    mixed = seeds("b", SAME, caveats=["As it is."], **work)
     plain = seeds("32-true", NOISY, matrix_work="100.0% float32")
     assert conclusion_of(*plain, *mixed).endswith(" b: As it is.")
     assert "matrix work" in groups_table(compare_with_baselines([*plain, *mixed]), None).head
@@ -193,7 +201,7 @@ def test_conclusion_of_several_seeds():
     assert "val/accuracy: within tolerance (+0.0013 ± 0.0059, " in text
     assert text.endswith("3 seeds); least memory: d with 0.30 × its peak memory. Type precision=b.")
     assert "c" not in text.split()
-    assert only_answer(compare_with_baselines(sweep)).pick.group.name == "b"
+    assert answer_of(sweep).pick.group.name == "b"
 
 
 def test_a_difference_within_the_noise_is_no_gain():
@@ -202,12 +210,12 @@ def test_a_difference_within_the_noise_is_no_gain():
         "Stay with 32-true: nothing as good trained faster. b is about as fast as 32-true (0.86 to "
         "1.28 ×); "
     )
-    assert only_answer(compare_with_baselines(sweep)).pick.group.name == "32-true"
+    assert answer_of(sweep).pick.group.name == "32-true"
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, (300.0,) * 3)]
     assert conclusion_of(*worse).startswith(
         "Stay with 32-true: in val/accuracy b is worse by 0.19967 ± 0.00097. "
     )
-    assert only_answer(compare_with_baselines(worse)).pick.group.name == "32-true"
+    assert answer_of(worse).pick.group.name == "32-true"
 
 
 def test_the_memory_of_a_job_whose_every_step_was_skipped_is_not_compared():
@@ -230,12 +238,12 @@ def test_jobs_that_learned_nothing_are_named():
         "The training loss of 32-true seed=0 ended no lower than in the first step: where nothing "
         "is learned, precisions do not differ."
     )
-    assert said in conclusion_text(data)
+    assert said in data.answer.text
     assert said in summary_markdown(data)
-    assert not SweepData(jobs[1:]).untrained_sentence
+    assert not SweepData(jobs[1:]).untrained
     # A run that began with a checkpoint of another one may have learned before.
     jobs[0].curves["train/loss"][0] += 5
-    assert not data.untrained_sentence
+    assert not SweepData(jobs).untrained
 
 
 def test_a_group_with_a_failed_seed_is_not_recommended():
@@ -279,8 +287,8 @@ def test_a_sweep_whose_lists_cannot_get_longer_is_not_resumed_for_more_seeds(fix
     jobs = [*seeds("32-true", (0.90, 0.91, 0.92)), *seeds("b", (0.905, 0.902, 0.92), FAST)]
     command = f"python -m runner -m precision=32-true,b seed=0,1,2 {fixing}"
     data = SweepData([*map(Job, jobs)], [command], folder="s")
-    assert "more. Type seed=0,1,2,3,4,5." in conclusion_text(data)
-    assert next_command(data, data.compared) == (
+    assert "more. Type seed=0,1,2,3,4,5." in data.answer.text
+    assert next_command(data) == (
         f"python -m runner -m precision=32-true,b {fixing} seed=0,1,2,3,4,5"
     )
 
@@ -412,17 +420,16 @@ COMMANDS = {
 def test_the_command_that_follows_an_answer_is(count, typed, wanted):
     jobs = [*seeds("32-true", SAME[:count]), *seeds("b", SAME[:count], (200.0, 200.0, 200.0))]
     data = SweepData([*map(Job, jobs)], [typed.format(f"seed={','.join('012'[:count])}")])
-    assert next_command(data, compare_with_baselines(jobs)) == wanted
+    assert next_command(data) == wanted
 
 
 def test_a_command_of_more_steps_follows_jobs_that_were_too_short():
     jobs = [*seeds("32-true", SAME), *seeds("b", SAME, (None,) * 3)]
     data = SweepData([*map(Job, jobs)], [COMMAND.format("seed=0,1,2")])
-    compared = compare_with_baselines(jobs)
-    assert next_command(data, compared).endswith(" ++precision.x=2 train.max_steps=40")
-    assert only_answer(compared).pick is None
+    assert next_command(data).endswith(" ++precision.x=2 train.max_steps=40")
+    assert data.answer.pick is None
     took = [replace(job, step_ms=2.0) for job in jobs]
-    assert only_answer(compare_with_baselines(took)).words == ("train.max_steps=500",)
+    assert answer_of(took).words == ("train.max_steps=500",)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -454,7 +461,7 @@ def test_no_speed_is_compared_where_a_job_of_either_was_too_short():
 
 def test_one_seed_recommends_nothing():
     jobs = [finished("32-true"), finished("b", examples_per_second=200.0)]
-    assert only_answer(compare_with_baselines(jobs)).pick is None
+    assert answer_of(jobs).pick is None
 
 
 def evaluated(precision, quality, weights=9.0, **more):
@@ -598,7 +605,7 @@ def test_a_fast_precision_is_not_recommended_without_evidence(qualities, more, r
     text = conclusion_of(*jobs, folder="s")
     gains = "2.04 × as fast as 32-true" if len(qualities["b"]) > 2 else "2.02 × as fast as 32-true"
     assert text.startswith(f"Stay with 32-true for now: b is {gains}, but {reason}")
-    assert only_answer(compare_with_baselines(jobs)).pick is None
+    assert answer_of(jobs).pick is None
 
 
 @pytest.mark.parametrize(
@@ -650,8 +657,8 @@ def test_one_seed_of_weights_that_no_longer_move_asks_for_no_more_seeds():
 def test_a_sweep_of_another_trainer_is_not_resumed():
     jobs = [*seeds("32-true", (0.90, 0.91, 0.92)), *seeds("b", (0.905, 0.902, 0.92), FAST)]
     data = SweepData([*map(Job, jobs)], ["python train.py"], folder="s")
-    assert next_command(data, data.compared) == ""
-    assert "sweep.resume" not in conclusion_text(data)
+    assert next_command(data) == ""
+    assert "sweep.resume" not in data.answer.text
 
 
 def test_what_the_user_tolerates_decides():
@@ -663,7 +670,7 @@ def test_what_the_user_tolerates_decides():
 def test_nothing_is_recommended_where_nothing_was_learned():
     jobs = [Job(job) for job in seeds("32-true", NOISY)]
     jobs += [Job(job, LOSSES) for job in seeds("b", SAME, FAST)]
-    text = conclusion_text(SweepData(jobs))
+    text = SweepData(jobs).answer.text
     assert "but where nothing is learned nothing can be judged. The training loss of b" in text
 
 

@@ -14,15 +14,13 @@ from job_results import GPU, finished
 from runner.modes.result import RunResult
 from runner.sweeps.report import load
 from runner.sweeps.report.load import (
-    Job,
-    SweepData,
     load_from_folder,
     load_from_store,
     with_unique_names,
     write_job_facts,
 )
-from runner.sweeps.report.pages import answer_record
 from runner.sweeps.report.rebuild import rebuild_report, store_report
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
@@ -207,7 +205,7 @@ def test_a_second_device_changes_no_name_and_outdated_ones_are_cleared(stored, t
     alone = [finished("32-true"), finished("16-mixed", examples_per_second=50.0)]
     joined = [*alone, *(replace(one, device="B", examples_per_second=9.0) for one in alone)]
     for results in ([replace(one, steps=5) for one in joined[::-1]], joined):
-        metrics, tags, steps = answer_record(SweepData([*map(Job, results)]))
+        metrics, tags, steps = SweepData([*map(Job, results)]).answer.record
         reader.log_answer(reader.run(parent), metrics, tags, steps)
     run = reader.run(parent)
     speeds = {name: run.metrics[name] for name in run.metrics if "speed_ratio/" in name}
@@ -252,7 +250,10 @@ def test_rebuild_by_folder_and_the_newest(sweep, tmp_path, monkeypatch, capsys, 
 def job(precision, group, *overrides, seed=0):
     typed = (f"precision={precision}", f"seed={seed}", *overrides)
     label = f"{group} seed={seed}"
-    return RunResult(precision, label, "", overrides=typed, group=group, seed=seed)
+    settings = group.split()[1:]
+    return RunResult(
+        precision, label, "", overrides=typed, group=group, settings=settings, seed=seed
+    )
 
 
 def test_one_sweeps_own_names_stay():

@@ -8,8 +8,9 @@ import pytest
 from job_results import CPU, finished
 from job_results import lost as lost_result
 
-from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import summary_markdown, swept_keys, write_report
+from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.verdict.answer import Reason
 from runner.utils.markup import (
     Cell,
     Commands,
@@ -259,7 +260,8 @@ def test_a_long_page_folds_jobs_and_says_once_what_all_rows_have_in_common(tmp_p
 
 def test_a_group_without_a_baseline_is_named(tmp_path):
     groups = ("32-true lr=1", "a lr=1", "a lr=2")
-    jobs = [job(group.split()[0], group=group) for group in groups]
+    pairs = [group.split() for group in groups]
+    jobs = [job(name, group=f"{name} {own}", settings=own) for name, own in pairs]
     text, _, _ = pages(SweepData(jobs), tmp_path)
     assert "Not compared: a lr=2: no 32-true job to compare with" in text
 
@@ -293,8 +295,8 @@ def test_a_sweep_with_jobs_that_have_not_begun_recommends_nothing():
     results = [finished(name, seed) for name in ("32-true", "b") for seed in range(3)]
     stopped = SweepData([Job(result) for result in results], job_count=9, is_stopped=True)
     headline = "No answer yet: 6 of 9 jobs finished. Resume the sweep."
-    assert stopped.no_answer == headline
+    assert stopped.answer.sentence == headline
     note = summary_markdown(stopped)
     assert headline in note
     assert "Stay with" not in note
-    assert not replace(stopped, job_count=6).no_answer
+    assert replace(stopped, job_count=6).answer.reason is Reason.BASELINE

@@ -3,10 +3,9 @@
 import pytest
 from job_results import finished
 
-from runner.sweeps.report.conclusion import conclusion_sentence
-from runner.sweeps.report.load import Job, SweepData
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.settings_grid import settings_blocks
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.utils.markup import Items, Table, Text
 
@@ -57,7 +56,7 @@ def test_a_summary_says_for_how_many_settings_a_verdict_holds():
         "16-mixed": "worse in 1 of 2 settings (lr=1), not compared in 1 of 2 settings (lr=2), "
         "about as fast in 1 of 2 settings",
     }
-    sentence = conclusion_sentence(SweepData([]), compare_with_baselines(GRID))
+    sentence = SweepData([*map(Job, GRID)]).answer.sentence
     assert sentence.startswith("Best val/accuracy: 32-true lr=1 with 0.910 ± 0.010; best of")
     assert "Against 32-true in each setting: bf16-mixed: within tolerance in 1 of" in sentence
 
@@ -78,7 +77,7 @@ def test_qualities_of_two_models_are_not_compared(tmp_path):
         *jobs("32-true", "model=vit", POOR, model="vit"),
         *jobs("bf16-mixed", "model=vit", POOR, model="vit"),
     ]
-    sentence = conclusion_sentence(SweepData([]), compare_with_baselines(models))
+    sentence = SweepData([*map(Job, models)]).answer.sentence
     assert sentence == (
         "Against 32-true in each setting: bf16-mixed: worse in 1 of 2 settings (model=mlp), within "
         "tolerance in 1 of 2 settings, about as fast in 2 of 2 settings."

@@ -12,8 +12,8 @@ import pytest
 from job_results import finished, lost
 
 from runner.modes.result import RunResult, table_rows
-from runner.sweeps.report.load import Job, SweepData
-from runner.sweeps.report.pages import FIXED_COLUMNS, answer_record, write_report, write_rows
+from runner.sweeps.report.pages import FIXED_COLUMNS, write_report, write_rows
+from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 
 DONE = RunResult(
@@ -68,7 +68,7 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
     ]
     data = SweepData([Job(job) for job in [*jobs, lost("tf32", "unavailable")]])
     _, other, _ = compare_with_baselines(data.results)
-    metrics, tags, steps = answer_record(data)
+    metrics, tags, steps = data.answer.record
     write_report(data, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["answer"] == metrics | tags
     name = "bf16-mixed precision.x:1"

@@ -9,9 +9,10 @@ from job_results import CPU, finished
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.charts import group_styles
-from runner.sweeps.report.load import Job, JobSettings, SweepData, load_from_folder
+from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import LoadedSweep, join_sweeps
+from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.statistics import Verdict
 from runner.utils.errors import ConfigError
@@ -104,7 +105,7 @@ def test_another_machine_is_compared_and_another_model_is_not():
     second = [replace(result, model="vit") for result in SECOND]
     group = compared(FIRST, second)["16-mixed sweep=B"]
     assert (group.difference, group.speed_verdict) == (None, "faster")
-    on_cpu = [replace(result, device=CPU) for result in SECOND]
+    on_cpu = [replace(result, device=CPU, device_type="cpu") for result in SECOND]
     assert compared(FIRST, on_cpu)["16-mixed sweep=B"].memory_ratio is None
 
 
@@ -122,7 +123,7 @@ def test_what_other_programs_kept_busy_in_either_judges_no_speed_of_both():
 
 def test_a_precision_has_one_colour_in_both_sweeps():
     named = [("32-true", "A"), ("16-mixed", "A"), ("16-mixed", "B")]
-    styles = group_styles([finished(name, settings=f"sweep={letter}") for name, letter in named])
+    styles = group_styles([finished(name, sweep=letter) for name, letter in named])
     assert styles["32-true sweep=A"] == ("black", 0)
     assert styles["16-mixed sweep=A"][0] == styles["16-mixed sweep=B"][0]
     assert styles["16-mixed sweep=A"] != styles["16-mixed sweep=B"]

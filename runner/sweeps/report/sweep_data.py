@@ -1,0 +1,435 @@
+"""Hold the jobs of a sweep, and state once what they say, for everything that shows it."""
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from runner.config.invocation import given_keys
+from runner.config.overrides import override_key
+from runner.config.resolve import leaves
+from runner.modes.result import UNTRIED, RunResult, shared_settings
+from runner.sweeps.report.advice_page import advice_answer
+from runner.sweeps.report.conclusion import (
+    DeviceAnswer,
+    device_answers,
+    failure_sentence,
+    frozen_sentence,
+    no_result_sentence,
+    two_sweeps_sentence,
+)
+from runner.sweeps.report.wording import (
+    join_names,
+    rating_words,
+    stagnation_sentence,
+    unasked_sentences,
+    verdict_words,
+)
+from runner.sweeps.sweep_resume import (
+    RESUME_KEY,
+    RUNNER_COMMAND,
+    Command,
+    fixing_word,
+    resume_command,
+)
+from runner.sweeps.verdict.answer import Answer, AnswerRecord, CaveatKind, Reason, known_caveats
+from runner.sweeps.verdict.compare import (
+    BASELINE,
+    Comparison,
+    compare_with_baselines,
+    group_name,
+    job_name,
+)
+from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
+from runner.sweeps.verdict.ranking import Advice, rank_precisions
+from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.statistics import Difference, Tolerance, Verdict
+from runner.tracking.history import Curve
+from runner.utils.errors import ConfigError
+from runner.utils.files import MAX_CONFIG_BYTES, check_values
+from runner.utils.formatting import format_percent
+from runner.utils.layout import GIT_KEYS
+from runner.utils.other_programs import busy_sentence
+from runner.utils.secrets import redact
+from runner.utils.terminal import quote_command
+
+MIN_LEARNING_STEPS = 20
+"""Recorded losses of a job from which on they say whether it has learned."""
+_MACHINE_FACTS = ("python", "platform", "cuda", "threads", *GIT_KEYS)
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What a job ran with; what is not known of it is missing.
+
+    Attributes:
+        config: values of the resolved config by dotted key, as YAML writes them.
+        environment: python, platform, cuda, threads, commit and the version of each package.
+    """
+
+    config: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Return the config and the environment together."""
+        return {**self.config, **self.environment}
+
+    @classmethod
+    def of_texts(cls, config: str, environment: str) -> "JobSettings":
+        """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
+        facts: Any = {}
+        with suppress(ValueError):
+            facts = json.loads(environment)
+        if not isinstance(facts, dict):
+            return cls(flat_config(config))
+        known = {name: facts.get(name) for name in _MACHINE_FACTS}
+        packages = facts.get("packages")
+        if isinstance(packages, dict):
+            known |= packages
+        texts = {str(name): str(value) for name, value in known.items() if value is not None}
+        return cls(flat_config(config), texts)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job: its result, and its metrics over the steps exactly as they were recorded.
+
+    Attributes:
+        curves: by metric name, see load_from_store; empty for a job that never trained.
+        read_settings: reads what the job ran with, which not every report needs.
+        router_choices: of a mixture of experts, the experts of each token in the first step, by
+            layer.
+    """
+
+    result: RunResult
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    read_settings: Callable[[], JobSettings] = JobSettings
+    router_choices: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SweepData:
+    """A sweep, complete or in part.
+
+    Attributes:
+        jobs: in the order in which the command asked for them.
+        commands: the commands typed, one per machine or process that took part.
+        is_stopped: whether a signal ended it before its last job.
+        job_count: how many jobs it has, those that never began included; 0 if unknown.
+        advise_settings: of mode=advise; None for a sweep that the user laid out.
+        fetch_failures: artifacts of the store that could not be fetched, and why.
+        notes: sentences on the jobs of two sweeps, see join_sweeps.
+        busy: share of the processors that other programs kept busy, where jobs trained on a CPU.
+        swept_precisions: precisions that the command lists.
+        folder: of the sweep, if it can be resumed here; else empty.
+        tolerance: accepted loss above the baseline's.
+        accepts_untried: jobs that were not tried are no failure as long as another one finishes.
+    """
+
+    jobs: Sequence[Job]
+    commands: Sequence[str] = ()
+    sweep_id: str = ""
+    is_stopped: bool = False
+    job_count: int = 0
+    advise_settings: AdviseSettings | None = None
+    fetch_failures: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    busy: float = 0.0
+    swept_precisions: Sequence[str] = ()
+    folder: str = ""
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    accepts_untried: bool = False
+
+    @cached_property
+    def results(self) -> list[RunResult]:
+        """Return the result of each job."""
+        return [job.result for job in self.jobs]
+
+    @cached_property
+    def compared(self) -> list[Comparison]:
+        """Return each group of jobs that differ in their seeds alone, against its baseline."""
+        return compare_with_baselines(self.results, self.busy, self.tolerance, self.untrained)
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """Return what mode=advise and mode=gate say of each precision, None for any other sweep."""
+        if self.advise_settings is None:
+            return None
+        return rank_precisions(self.results, self.advise_settings, self.untrained)
+
+    @cached_property
+    def gate(self) -> GateVerdict | None:
+        """Return the verdict of mode=gate, None for any other sweep."""
+        return gate_verdict(self.advice) if self.advice else None
+
+    @cached_property
+    def answer(self) -> Answer:
+        """Return what the jobs say: whatever shows or records it is made from this value."""
+        found = advice_answer(self.advice, self.gate) if self.advice else self._compared_answer()
+        statuses = [result.status for result in self.results]
+        failed = statuses.count("failed") + statuses.count("stopped")
+        is_untried = not set(UNTRIED).isdisjoint(statuses)
+        if self.accepts_untried and "finished" in statuses:
+            is_untried = False
+        if self.advice and not self.is_stopped:
+            # A precision that fails or is not available is an answer: nothing failed once one is
+            # recommended.
+            is_untried = False
+            failed = 0 if self.advice.recommendation else failed
+        status = 2 if is_untried else 0
+        if self.gate:
+            status = self.gate.exit_status
+        if failed:
+            # Of a gate 1 means rejected, and nothing else.
+            status = 2 if self.gate else 1
+        return replace(found, failed=failed, exit_status=status, record=self._record())
+
+    def _compared_answer(self) -> Answer:
+        """Return the answer of a sweep that the user laid out."""
+        compared = self.compared
+        groups = [comparison.group for comparison in compared]
+        caveats = known_caveats(
+            {
+                CaveatKind.FAILED: failure_sentence(compared, self._missing_jobs_clause()),
+                CaveatKind.UNTRAINED: self._untrained_sentence(),
+                CaveatKind.FROZEN: frozen_sentence(compared),
+                CaveatKind.NOT_AS_ASKED: unasked_sentences(groups),
+                CaveatKind.STAGNANT: stagnation_sentence(groups),
+                CaveatKind.ROUTERS: self._flips_sentence(),
+                CaveatKind.BUSY: busy_sentence(self.busy) if self._is_on_cpu else "",
+            }
+        )
+        statuses = [result.status for result in self.results]
+        if self.lacks_jobs or (self.is_stopped and "stopped" in statuses):
+            count = str(statuses.count("finished"))
+            count += f" of {self.job_count}" if self.job_count else ""
+            text = f"No answer yet: {count} jobs finished. Resume the sweep."
+            command = resume_command(self.folder) if self.folder else None
+            return Answer(Reason.UNFINISHED, text, caveats, command=command)
+        if any(result.sweep for result in self.results):
+            return Answer(Reason.OPEN, two_sweeps_sentence(compared), caveats)
+        by_device = device_answers(compared)
+        sentences = []
+        for device, each in by_device.items():
+            place = f"On {device or 'an unknown device'}: " if len(by_device) > 1 else ""
+            sentences.append(f"{place}{self._sentence(each)}")
+        text = " ".join(sentences) or no_result_sentence(compared)
+        if len(by_device) != 1:
+            return Answer(Reason.OPEN, text, caveats)
+        (only,) = by_device.values()
+        reason = Reason.OPEN
+        if only.pick:
+            reason = Reason.BASELINE if only.pick.is_baseline else Reason.RECOMMENDED
+        return Answer(reason, text, caveats, only.pick, only.words, self._next_command(only))
+
+    def _sentence(self, answer: DeviceAnswer) -> str:
+        """Return an answer with what to type; without it for trainings by another trainer."""
+        if not answer.words or not any(result.overrides for result in self.results):
+            return answer.text
+        words = [*answer.words]
+        if self._can_resume_with(words):
+            words = [f"{RESUME_KEY}={os.path.relpath(self.folder)}", *words]
+        return f"{answer.text} Type {' '.join(filter(None, [quote_command(words), answer.aim]))}."
+
+    def _next_command(self, answer: DeviceAnswer) -> Command | None:
+        """Return the sweep's own command with the words that an answer asks for."""
+        typed = answer.words
+        if self._can_resume_with(typed):
+            return resume_command(self.folder, *typed)
+        words = self._command_words()
+        if words[:3] != RUNNER_COMMAND or given_keys() or not typed:
+            return None
+        # A sweep is a new one, and gets a folder of its own.
+        dropped = [f"{override_key(word)}=" for word in typed] + ["hydra.sweep.dir="]
+        if answer.pick is not None:
+            chosen = [result for result in self.results if typed[0] in result.overrides]
+            left_out = chosen[0].left_out if chosen else ()
+            presets = ("sweep", "hydra.", "hydra/", "launcher=", "-m", "--multirun")
+            dropped += ["seed=", *presets, *left_out]
+        kept = [word for word in words[3:] if not word.lstrip("+").startswith(tuple(dropped))]
+        return Command("run", [*kept, *typed])
+
+    def _command_words(self) -> list[str]:
+        """Return the words of the sweep's command; empty for several commands."""
+        # A store may hold what nobody could type.
+        with suppress(ValueError):
+            return shlex.split(self.commands[0]) if len(self.commands) == 1 else []
+        return []
+
+    def _can_resume_with(self, words: Sequence[str]) -> bool:
+        """Return whether the sweep itself can get what an answer lacks: more seeds in its list, or
+        another tolerance."""
+        command = self._command_words()
+        if not self.folder or command[:3] not in ([], RUNNER_COMMAND):
+            return False
+        keys = {override_key(word) for word in words}
+        return keys == {"advise.max_gap"} or (keys == {"seed"} and not fixing_word(command))
+
+    def _record(self) -> AnswerRecord:
+        """Return what MLflow's parent run holds of the answer."""
+        sign = self.advice.settings.sign if self.advice else 1
+        judged = self._judged()
+        metrics = {}
+        tags = {}
+        for comparison, verdict in judged:
+            group = comparison.group
+            speed = comparison.speed_ratio
+            numbers = {
+                "gap": group.change.mean if group.change else None,
+                "gap_half_width": None,
+                "speed_ratio": speed.value if speed else None,
+                "memory_ratio": comparison.memory_ratio,
+            }
+            if comparison.difference:
+                numbers["gap"] = sign * comparison.difference.value
+                numbers["gap_half_width"] = comparison.difference.ci_half_width
+            # The first device's names stay when jobs of another device join the sweep.
+            is_first = group.device == judged[0][0].group.device
+            name = _metric_name(group.name if is_first else f"{group.name} {group.device}")
+            tags[f"verdict/{name}"] = verdict
+            for key, number in numbers.items():
+                # With too few seeds the interval is infinite.
+                if number is not None and math.isfinite(number):
+                    metrics[f"answer/{key}/{name}"] = number
+        for name, layers in self.router_flips.items():
+            metrics[f"answer/router_flips/{_metric_name(name)}"] = fmean(layers.values())
+        # The steps grow when a sweep is resumed: of two points at one step the first one stays.
+        return AnswerRecord(metrics, tags, sum(result.steps for result in self.results))
+
+    def _judged(self) -> list[tuple[Comparison, str]]:
+        """Return each comparison as the answer takes it, with its verdict in words."""
+        if self.gate is not None:
+            look = self.gate.looks[-1] if self.gate.looks else None
+            tested = look and Difference(Verdict.UNCLEAR, look.gap, look.seeds, look.half_width)
+            comparison = replace(self.gate.precision.comparison, difference=tested)
+            return [(comparison, self.gate.decision)]
+        if self.advice is None:
+            return [(comparison, verdict_words(comparison)) for comparison in self.compared]
+        judged = []
+        for verdict in self.advice.verdicts:
+            comparison = verdict.comparison
+            if verdict.is_emulated:
+                # As in the table: an emulation's speed is not the hardware's, nor its peak memory.
+                memory = comparison.memory_ratio if verdict.group.is_on_cpu else None
+                comparison = replace(comparison, speed_ratio=None, memory_ratio=memory)
+            judged.append((comparison, rating_words(verdict)))
+        return judged
+
+    @property
+    def lacks_jobs(self) -> bool:
+        """Return whether jobs of the sweep did not begin."""
+        return self.job_count > len(self.jobs) or (self.is_stopped and not self.job_count)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether resuming the sweep would run a job.
+
+        That is one that did not begin, was stopped, or failed for another reason than its numbers.
+        """
+        # A trial of mode=advise that fails is an answer about its precision.
+        if self.advise_settings:
+            return self.is_stopped
+        # A job that diverged would diverge again.
+        repeatable = {result.status for result in self.results if not result.diverged}
+        return self.is_stopped or self.lacks_jobs or bool(repeatable & {"failed", "stopped"})
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return any(result.is_on_cpu for result in self.results)
+
+    def _missing_jobs_clause(self) -> str:
+        """Return a clause on the jobs that did not begin; empty if every job began."""
+        if not self.lacks_jobs:
+            return ""
+        if not self.job_count:
+            return "the sweep was stopped before its last job"
+        missing = self.job_count - len(self.jobs)
+        begun = {result.precision for result in self.results}
+        names = [name for name in self.swept_precisions if name not in begun]
+        among = f", among them all of {join_names(names)}" if names else ""
+        return f"{missing} of the sweep's {self.job_count} jobs had not begun{among}"
+
+    @cached_property
+    def router_flips(self) -> dict[str, dict[str, float]]:
+        """Return by group and layer the share of tokens whose experts are others than in 32-true.
+
+        It is of the first step, on equal weights and batches, and the mean over seeds. Empty for
+        models without routers.
+        """
+
+        def key(job: Job) -> tuple[object, ...]:
+            return job.result.seed, job.result.device, shared_settings(job.result.settings)
+
+        baselines = {key(job): job for job in self.jobs if job.result.precision == BASELINE}
+        shares: dict[str, dict[str, list[float]]] = {}
+        for job in self.jobs:
+            own = baselines.get(key(job), job)
+            for layer, chosen in job.router_choices.items():
+                base = own.router_choices.get(layer, ())
+                if own is not job and len(chosen) == len(base) > 0:
+                    of_layer = shares.setdefault(group_name(job.result), {}).setdefault(layer, [])
+                    of_layer.append(fmean(a != b for a, b in zip(chosen, base, strict=True)))
+        return {
+            group: {layer: fmean(values) for layer, values in layers.items()}
+            for group, layers in shares.items()
+        }
+
+    def _flips_sentence(self) -> str:
+        """Return how many tokens routers sent to other experts; empty without routers."""
+        flips = {name: fmean(layers.values()) for name, layers in self.router_flips.items()}
+        texts = join_names(f"{name} {format_percent(share)}" for name, share in flips.items())
+        start = f"Tokens with other experts than in {BASELINE}, in the first step"
+        return f"{start}: {texts}." if flips else ""
+
+    @cached_property
+    def untrained(self) -> list[RunResult]:
+        """Return the results of the jobs that ended with no lower training loss than that of the
+        weights that they began with."""
+        found = []
+        for job in self.jobs:
+            curve = job.curves.get("train/loss")
+            is_finished = job.result.outcome == "finished"
+            if not is_finished or curve is None or curve.shape[-1] < MIN_LEARNING_STEPS:
+                continue
+            steps, _, losses = curve
+            # The first step's loss is of the weights before any update.
+            if steps[0] == 1 and losses[-len(losses) // 10 :].mean() >= losses[0]:
+                found.append(job.result)
+        return found
+
+    def _untrained_sentence(self) -> str:
+        """Return which jobs have learned nothing; empty without any."""
+        names = [job_name(result) for result in self.untrained]
+        start = f"The training loss of {join_names(names)} ended no lower than in the first step"
+        return f"{start}: where nothing is learned, precisions do not differ." if names else ""
+
+
+def _metric_name(name: str) -> str:
+    """Return a group's name as MLflow takes it, which allows no equals sign."""
+    return redact(name).replace("=", ":")
+
+
+def flat_config(text: str) -> dict[str, str]:
+    """Return the values of a config by dotted key."""
+    content = None
+    with suppress(yaml.YAMLError, RecursionError, ConfigError):
+        # Every value as it is written: "1e-3" is no number for YAML, and None has no name there.
+        content = check_values(yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader))
+    if not isinstance(content, dict):
+        return {}
+    return {key: _value_text(value) for key, value in leaves(content)}
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_value_text, value))}]"
+    return str(value)
