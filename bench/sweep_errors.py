@@ -27,9 +27,9 @@ POWER = 0.8
 def job(precision: str, seed: int, loss: float) -> RunResult:
     """Return the result of a job."""
     return RunResult(
-        precision,
-        f"{precision} seed={seed}",
-        "",
+        precision=precision,
+        label=f"{precision} seed={seed}",
+        folder="",
         group=precision,
         seed=seed,
         device="simulated",

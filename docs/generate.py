@@ -24,7 +24,7 @@ from runner.cli.main import option_note
 from runner.config.commands import COMMANDS
 from runner.config.room import section_texts, sections
 from runner.config.schema import RunSpec
-from runner.modes.result import FIXED_COLUMNS, METRIC_PREFIX, SETTING_PREFIX
+from runner.modes.result import METRIC_PREFIX, SETTING_PREFIX, table_columns
 from runner.precision.registry import load_precision, precision_names, yaml_header
 from runner.rooms import install_rooms
 from runner.tracking.metric_names import METRICS
@@ -212,7 +212,7 @@ def metrics() -> str:
 
 def sweep_columns() -> str:
     """Return the table of the columns of report.csv and report.json."""
-    rows = [[f"`{name}`", text] for name, text in FIXED_COLUMNS.items()]
+    rows = [[f"`{name}`", text] for name, text in table_columns([]).items()]
     rows.append([f"`{METRIC_PREFIX}<name>`", "last value of a metric"])
     rows.append([f"`{SETTING_PREFIX}<key>`", "value of a key that the command sets"])
     return table(["column", "meaning"], rows)

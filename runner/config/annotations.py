@@ -72,7 +72,8 @@ def _fits_field(value: Any, hint: Any) -> bool:
         return False
     if get_origin(hint) is Literal and value not in get_args(hint):
         return False
-    if isinstance(value, Mapping):
+    # The values of a mapping of Any are not looked at.
+    if isinstance(value, Mapping) and get_args(hint):
         _, item_hint = get_args(hint)
         return all(_fits_field(item, item_hint) for item in value.values())
     return True

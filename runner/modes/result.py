@@ -6,10 +6,10 @@ The names of the columns are an interface that docs/sweeps.md lists: add names, 
 import html
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -33,54 +33,10 @@ if TYPE_CHECKING:
 
     from runner.tracking.tracker import Tracker
 
-FIXED_COLUMNS = {
-    "job": "number of the job in the sweep; null if unknown",
-    "label": "name of the job in the report",
-    "group": "the label without the seed",
-    "precision": "name of the precision",
-    "seed": "seed; null if unknown",
-    "status": "finished, failed, unavailable, refused or stopped",
-    "outcome": "the status, or diverged",
-    "error": "why the job did not finish",
-    "model": "name of the model",
-    "data": "name of the data",
-    "device": "name of the device",
-    "quality": "name of the metric that jobs are compared by",
-    "direction": "max if a greater quality is better, min if a smaller one is",
-    "quality_value": "last value of the quality",
-    "quality_best": "best value of the quality",
-    "train_loss": "last training loss",
-    "steps": "optimizer steps that ran",
-    "planned_steps": "optimizer steps of the whole training",
-    "examples_per_second": "training speed, examples per second",
-    "step_ms": "time of an optimizer step, milliseconds",
-    "seconds": "time of the whole job, seconds",
-    "peak_memory_mib": "peak memory of the device, or of the process on a CPU, MiB",
-    "weights_mib": "parameters and buffers after conversion, MiB",
-    "plain_weights_mib": "parameters and buffers in float32, MiB",
-    "optimizer_mib": "state of the optimizers, MiB",
-    "converted": "converted layers of all, such as 53/54",
-    "converted_weights": "converted elements of all elements of matrix weights",
-    "matrix_work": "share of each format in the matrix products of the first step",
-    "fused_rounding": "rounding between fused operations: fused or eager; empty if not compiled",
-    "trains": "share of the parameters' elements that train, 0 to 1",
-    "skipped_steps": "optimizer steps that the loss scale skipped",
-    "loss_scale": "loss scale in the last step",
-    "stagnant_share": "share of the weights that did not move, 0 to 1",
-    "kernels": "kernels of float16 on a CPU, or emulated",
-    "diverged_step": "step for which a guard stopped the job",
-    "trained_in": "precision that trained the checkpoint, of mode=evaluate",
-    "left_out": "keys that the sweep sets and the precision does not take, separated by spaces",
-    "folder": "folder of the job",
-    "run_id": "id of the job's run in MLflow",
-}
-"""Name and meaning of the columns that every table has, in their order."""
 METRIC_PREFIX = "metric."
 """Begins the columns of the job's last metrics, for example metric.val/loss."""
 SETTING_PREFIX = "set."
 """Begins the columns of what the job's overrides set, for example set.optimizer.lr."""
-_OWN_COLUMNS = ("precision", "seed")
-"""Settings that have a fixed column."""
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `runner ui` serves the pages of a store without a server."""
@@ -92,101 +48,144 @@ UNTRIED: tuple[Status, ...] = ("unavailable", "refused")
 """Of jobs that could not begin: this machine lacks what they need, or their config is refused."""
 
 
-@dataclass(frozen=True)
+def fact(
+    meaning: str = "",
+    default: Any = None,
+    *,
+    column: str = "",
+    value: "Callable[[RunResult], object] | None" = None,
+    stored: str = "",
+) -> Any:
+    """Return a field of RunResult: everything that is known of one fact.
+
+    Args:
+        meaning: of the fact's column in a table of results; empty for a fact without one.
+        default: value where the fact is not known, or the type of an empty collection.
+        column: name of the column; empty for that of the field.
+        value: makes the column's cell; None takes the field.
+        stored: tag or metric of MLflow that holds the fact, for a run without a result.json; the
+            last one that the run has.
+    """
+    metadata = {"meaning": meaning, "column": column, "value": value, "stored": stored}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """The numbers of a run and how it ended, as written to `result.json` in its folder.
 
+    The columns of a table of results are the facts with a meaning, in their order.
+
     Attributes:
-        status: finished, failed (`diverged` where a guard stopped it), unavailable (this machine
-            lacks what it needs), refused (its config does not fit the precision, in a preset's
-            sweep) or stopped (by a signal).
-        group: the label without the seed; jobs of one group differ in the seed alone.
+        group: jobs of one group differ in the seed alone.
         settings: words of the label beside the precision and the seed.
         sweep: letter of the job's sweep in a report on two sweeps, else empty.
-        quality: name of the metric that runs are compared by; its last value is
-            metrics[quality].
-        direction: "max" where a greater quality is better, "min" where a smaller one is.
+        status: failed has `diverged` where a guard stopped the run; unavailable: this machine lacks
+            what it needs; refused: its config does not fit the precision, in a preset's sweep;
+            stopped: by a signal.
         examples_per_second: of training, without the first block of steps and evaluations.
         peak_memory_mib: see Accelerator.peak_memory_mib.
-        weights_mib: parameters and buffers after conversion; plain_weights_mib: in float32;
-            optimizer_mib: what the optimizers hold.
-        converted: layers that hold matrix weights, for example 53/54; converted_weights: elements
-            of these weights. Empty for a precision that converts none.
-        matrix_work: share of each format in the forward's products in the first step, as "82.0%
-            float32, 18.0% bfloat16", and matrix_formats these formats; empty for a compiled model,
-            which does not show them.
+        converted: of the layers that hold matrix weights; empty for a precision that converts none.
+        matrix_work: as "82.0% float32, 18.0% bfloat16", and matrix_formats these formats; empty for
+            a compiled model, which does not show them.
         caveats: sentences on what the first step did not compute as asked.
         cast_note: sentence that autocast followed torch's list for CPUs; empty where it did not.
-        fused_rounding: how the operations that torch.compile fuses round half precision between
-            them: fused or eager; empty for a run that does not compile.
-        trains: share of the parameters' elements that train.
-        planned_steps: optimizer steps of the whole training.
         stopped_by: what ended the training before its last step: train.max_seconds, the setting of
             early stopping, or the reason of a callback; empty where nothing did.
         device_type: type of the torch.device, for example cpu; empty if unknown.
-        as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision,
-            which is trained_in.
-        loss_scale: in force in the last step; None for a precision without one.
-        kernels: of float16 on a CPU; "emulated" for emulated arithmetic, whose speed is not
-            reported.
+        as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision.
+        loss_scale: None for a precision without one.
+        kernels: "emulated" for emulated arithmetic, whose speed is not reported.
         dashboard: path of the store's page that compares the runs of the experiment, without the
             server's address.
-        diverged_step: the step for which a guard stopped the run; `steps` counts the whole block
-            of steps that was read with it.
-        left_out: keys that the sweep sets and that its precision does not take.
+        diverged_step: `steps` counts the whole block of steps that was read with it.
     """
 
-    precision: str
-    label: str
-    folder: str
-    status: Status = "finished"
-    error: str = ""
-    overrides: Sequence[str] = ()
-    group: str = ""
-    settings: list[str] = field(default_factory=list)
+    label: str = fact("name of the job in the report", MISSING)
+    group: str = fact("the label without the seed", "")
+    settings: list[str] = fact(default=list)
     sweep: str = ""
-    seed: int | None = None
-    model: str = ""
-    data: str = ""
-    device: str = ""
-    quality: str = ""
-    direction: Literal["max", "min"] = "max"
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: float | None = None
-    steps: int = 0
-    planned_steps: int = 0
-    train_loss: float | None = None
-    examples_per_second: float | None = None
-    step_ms: float | None = None
-    peak_memory_mib: float | None = None
-    weights_mib: float | None = None
-    plain_weights_mib: float | None = None
-    optimizer_mib: float | None = None
-    converted: str = ""
-    converted_weights: str = ""
-    fused_rounding: str = ""
-    trains: float | None = None
-    as_trained: dict[str, float] = field(default_factory=dict)
-    trained_in: str = ""
-    skipped_steps: int | None = None
-    loss_scale: float | None = None
-    stagnant_share: float | None = None
-    kernels: str = ""
-    matrix_work: str = ""
-    matrix_formats: list[str] = field(default_factory=list)
-    caveats: list[str] = field(default_factory=list)
+    precision: str = fact("name of the precision", MISSING, stored="precision")
+    seed: int | None = fact("seed; null if unknown")
+    overrides: Sequence[str] = ()
+    status: Status = fact("finished, failed, unavailable, refused or stopped", "finished")
+    diverged: bool = fact(
+        "the status, or diverged", False, column="outcome", value=lambda result: result.outcome
+    )
+    error: str = fact("why the job did not finish", "", stored="error")
+    model: str = fact("name of the model", "", stored="model")
+    data: str = fact("name of the data", "", stored="data")
+    device: str = fact("name of the device", "", stored="device_name")
+    device_type: str = fact(default="", stored="accelerator")
+    quality: str = fact("name of the metric that jobs are compared by", "")
+    direction: Literal["max", "min"] = fact(
+        "max if a greater quality is better, min if a smaller one is", "max"
+    )
+    metrics: dict[str, float] = fact(
+        "last value of the quality",
+        dict,
+        column="quality_value",
+        value=lambda result: result.metrics.get(result.quality),
+    )
+    best: float | None = fact("best value of the quality", column="quality_best")
+    train_loss: float | None = fact("last training loss", stored="train/loss")
+    steps: int = fact("optimizer steps that ran", 0)
+    planned_steps: int = fact("optimizer steps of the whole training", 0)
+    stopped_by: str = ""
+    examples_per_second: float | None = fact(
+        "training speed, examples per second",
+        stored="perf/examples_per_second perf/mean_examples_per_second",
+    )
+    step_ms: float | None = fact(
+        "time of an optimizer step, milliseconds", stored="perf/step_ms perf/mean_step_ms"
+    )
+    seconds: float = fact("time of the whole job, seconds", 0.0)
+    peak_memory_mib: float | None = fact(
+        "peak memory of the device, or of the process on a CPU, MiB", stored="memory/peak_mib"
+    )
+    weights_mib: float | None = fact(
+        "parameters and buffers after conversion, MiB", stored="memory/weights_mib"
+    )
+    plain_weights_mib: float | None = fact("parameters and buffers in float32, MiB")
+    optimizer_mib: float | None = fact(
+        "state of the optimizers, MiB", stored="memory/optimizer_mib"
+    )
+    converted: str = fact("converted layers of all, such as 53/54", "", stored="converted")
+    converted_weights: str = fact(
+        "converted elements of all elements of matrix weights", "", stored="converted_weights"
+    )
+    matrix_work: str = fact(
+        "share of each format in the matrix products of the first step", "", stored="matrix_work"
+    )
+    matrix_formats: list[str] = fact(default=list)
+    caveats: list[str] = fact(default=list)
     cast_note: str = ""
-    seconds: float = 0.0
-    run_id: str | None = None
+    fused_rounding: str = fact(
+        "rounding between fused operations: fused or eager; empty if not compiled",
+        "",
+        stored="fused_rounding",
+    )
+    trains: float | None = fact("share of the parameters' elements that train, 0 to 1")
+    skipped_steps: int | None = fact("optimizer steps that the loss scale skipped")
+    loss_scale: float | None = fact("loss scale in the last step", stored="loss_scale/value")
+    stagnant_share: float | None = fact("share of the weights that did not move, 0 to 1")
+    kernels: str = fact("kernels of float16 on a CPU, or emulated", "")
+    diverged_step: int | None = fact("step for which a guard stopped the job")
+    trained_in: str = fact("precision that trained the checkpoint, of mode=evaluate", "")
+    as_trained: dict[str, float] = fact(default=dict)
+    left_out: list[str] = fact(
+        "keys that the sweep sets and the precision does not take, separated by spaces",
+        list,
+        value=lambda result: " ".join(result.left_out),
+    )
+    folder: str = fact("folder of the job", MISSING, stored="output_dir")
+    run_id: str | None = fact("id of the job's run in MLflow")
     experiment_id: str | None = None
     tracking_uri: str | None = None
     experiment: str = ""
     dashboard: str | None = None
-    diverged: bool = False
-    diverged_step: int | None = None
-    left_out: list[str] = field(default_factory=list)
-    device_type: str = ""
-    stopped_by: str = ""
 
     @property
     def objective(self) -> float:
@@ -351,6 +350,14 @@ class RunResult:
         return cls(**dataclass_fields_from_json(cls, values))
 
 
+FIXED_COLUMNS = {
+    each.metadata["column"] or each.name: each
+    for each in fields(RunResult)
+    if each.metadata.get("meaning")
+}
+"""The facts that every table has a column for, by the column's name, in their order."""
+
+
 def read_results(folder: Path) -> list[RunResult]:
     """Return the results of a sweep's jobs, in the order of their numbers.
 
@@ -366,7 +373,9 @@ def read_results(folder: Path) -> list[RunResult]:
         except (OSError, ValueError):
             is_damaged = (job / RESULT).exists()
             why = f"its {RESULT} is damaged" if is_damaged else "died without a result"
-            result = RunResult("", f"job {job.name}", str(job), "failed", why)
+            result = RunResult(
+                precision="", label=f"job {job.name}", folder=str(job), status="failed", error=why
+            )
         results.append(result)
     return results
 
@@ -384,37 +393,43 @@ def setting_values(result: RunResult) -> dict[str, str]:
     return values
 
 
+def table_columns(results: Sequence[RunResult]) -> dict[str, str]:
+    """Return name and meaning of each column of table_rows()."""
+    columns = {name: each.metadata["meaning"] for name, each in FIXED_COLUMNS.items()}
+    columns = {"job": "number of the job in the sweep; null if unknown", **columns}
+    for name in dict.fromkeys(name for result in results for name in result.metrics):
+        columns[f"{METRIC_PREFIX}{name}"] = f"last value of {name}"
+    for key in dict.fromkeys(key for result in results for key in setting_values(result)):
+        if key not in ("precision", "seed"):
+            columns[f"{SETTING_PREFIX}{key}"] = f"value of {key} that the command sets"
+    return columns
+
+
 def table_rows(results: Sequence[RunResult]) -> list[dict[str, object]]:
     """Return one row per result, in their order; all rows have the same columns.
 
-    The columns are FIXED_COLUMNS, then `metric.<name>` for each metric and `set.<key>` for each key
+    The columns are the facts, then `metric.<name>` for each metric and `set.<key>` for each key
     that the command sets, if any job has it. A value is a text, a number (not rounded; it may be
     NaN or infinite) or None for one that the job does not have.
     """
-    metrics = dict.fromkeys(name for result in results for name in result.metrics)
-    settings = dict.fromkeys(key for result in results for key in setting_values(result))
+    columns = table_columns(results)
     rows = []
     for result in results:
         number = Path(result.folder).name
-        row: dict[str, object] = {name: getattr(result, name, None) for name in FIXED_COLUMNS}
-        row["job"] = int(number) if number.isdecimal() else None
-        row["quality_value"] = result.metrics.get(result.quality)
-        row["quality_best"] = result.best
-        row["left_out"] = " ".join(result.left_out)
-        for name in metrics:
-            row[f"{METRIC_PREFIX}{name}"] = result.metrics.get(name)
-        values = setting_values(result)
-        for key in settings:
-            if key not in _OWN_COLUMNS:
-                row[f"{SETTING_PREFIX}{key}"] = _number_or_text(values.get(key))
-        rows.append(row)
+        row: dict[str, object] = {"job": int(number) if number.isdecimal() else None}
+        for name, each in FIXED_COLUMNS.items():
+            value = each.metadata["value"]
+            row[name] = value(result) if value else getattr(result, each.name)
+        for name, number in result.metrics.items():
+            row[f"{METRIC_PREFIX}{name}"] = number
+        for key, text in setting_values(result).items():
+            row[f"{SETTING_PREFIX}{key}"] = _number_or_text(text)
+        rows.append({name: row.get(name) for name in columns})
     return rows
 
 
-def _number_or_text(text: str | None) -> int | float | str | None:
+def _number_or_text(text: str) -> int | float | str:
     """Return the number that a text writes, else the text itself."""
-    if text is None:
-        return None
     for kind in (int, float):
         try:
             return kind(text)

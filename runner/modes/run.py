@@ -90,8 +90,12 @@ def _run(
                 )
             if not context.mode.is_recorded:
                 context.mode.run(context, plan.saved)
-                names = (context.precision.name, context.label, str(out))
-                result = RunResult(*names, device=context.accelerator.name)
+                result = RunResult(
+                    precision=context.precision.name,
+                    label=context.label,
+                    folder=str(out),
+                    device=context.accelerator.name,
+                )
                 result.write(out)
                 return result
         result = _run_tracked(context, plan.saved)

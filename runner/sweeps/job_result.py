@@ -117,14 +117,14 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
     precision, *words = job_words()
     settings = [text for text in words if override_key(text) != "seed"]
     RunResult(
-        precision,
-        " ".join([precision, *words]),
-        str(folder),
-        status,
-        message,
-        job_overrides(),
-        " ".join([precision, *settings]),
-        settings,
+        precision=precision,
+        label=" ".join([precision, *words]),
+        folder=str(folder),
+        status=status,
+        error=message,
+        overrides=job_overrides(),
+        group=" ".join([precision, *settings]),
+        settings=settings,
         seed=config.get("seed"),
         left_out=keys_left_out_of_job(),
     ).write(folder)

@@ -228,7 +228,7 @@ class Sweep:
             # A search gives up with 2 where no job gave it a number.
             status = 1
         console = plain_console()
-        if data.jobs and not data.advise_settings:
+        if data.jobs and not data.request:
             _print_results(console, data.results)
         if self._early_end:
             console.print(sanitize(self._early_end), markup=False, soft_wrap=True)
@@ -338,7 +338,13 @@ class Sweep:
         """Print where the parent run, the dashboard and the report are, and how to resume."""
         uri = redact(getattr(self.tracker, "uri", ""))
         experiment = getattr(self.tracker, "experiment", "")
-        parent = RunResult("", "sweep", str(self.folder), tracking_uri=uri, experiment=experiment)
+        parent = RunResult(
+            precision="",
+            label="sweep",
+            folder=str(self.folder),
+            tracking_uri=uri,
+            experiment=experiment,
+        )
         parent = parent.with_store_ids(self.tracker)
         dashboards = [parent.dashboard, *(result.dashboard for result in results)]
         parent = replace(parent, dashboard=next(filter(None, dashboards), None))

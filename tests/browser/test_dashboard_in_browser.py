@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 
-from runner.sweeps.report.conclusion import conclusion_sentence
 from runner.sweeps.report.load import load_from_folder
 from runner.tracking import dashboard
 
@@ -40,7 +39,7 @@ def results(folder):
 
 def answer(folder):
     data = load_from_folder(folder)
-    return conclusion_sentence(data, data.compared)
+    return data.answer.sentence
 
 
 def axes(page):

@@ -42,7 +42,9 @@ def test_a_finished_run_has_exit_status_0(running):
 
     def body(spec, folder, invocation):
         seen.append((spec, folder, invocation))
-        return RunResult("32-true", "x", str(folder), metrics={"a": 0.5}, quality="a")
+        return RunResult(
+            precision="32-true", label="x", folder=str(folder), metrics={"a": 0.5}, quality="a"
+        )
 
     assert running(body)("model=mlp", "precision=16", "seed=3").rc == 0
     ((spec, folder, invocation),) = seen
@@ -71,7 +73,9 @@ def test_what_a_preset_does_not_try_is_no_failure(running, error, status, shown)
         seen.append(spec.optimizer.get("eps"))
         if spec.precision["name"] == "16-true":
             raise error
-        result = RunResult("32-true", "x", str(folder), metrics={"a": 0.5}, quality="a")
+        result = RunResult(
+            precision="32-true", label="x", folder=str(folder), metrics={"a": 0.5}, quality="a"
+        )
         result.write(folder)
         return result
 

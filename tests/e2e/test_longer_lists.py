@@ -97,7 +97,7 @@ def test_a_job_keeps_its_number_and_others_take_the_free_ones(tmp_path):
     for number, overrides in zip((0, 3), settings, strict=True):
         folder = tmp_path / str(number)
         folder.mkdir()
-        RunResult("", "", str(folder), overrides=overrides).write(folder)
+        RunResult(precision="", label="", folder=str(folder), overrides=overrides).write(folder)
     (tmp_path / "1").mkdir()  # of a job that was killed
     pairs = [("32-true", 0), ("32-true", 1), ("a", 0), ("a", 1)]
     jobs = [[f"precision={name}", f"seed={seed}", "++precision.x=1"] for name, seed in pairs]

@@ -206,7 +206,7 @@ def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
 
     def note(spec, folder, invocation, console):
         names.append(invocation.label(spec))
-        result = RunResult(spec.precision["name"], "", str(folder))
+        result = RunResult(precision=spec.precision["name"], label="", folder=str(folder))
         result.write(folder)
         return result
 

@@ -26,10 +26,21 @@ def finished(precision, seed=0, quality: float | None = 0.9, settings="", **more
         "weights_mib": 40.0,
         "optimizer_mib": 80.0,
     }
-    return RunResult(precision, f"{group} seed={seed}", "/x", **(values | more))
+    return RunResult(
+        precision=precision, label=f"{group} seed={seed}", folder="/x", **(values | more)
+    )
 
 
 def lost(precision, status="failed", error="broke", seed=0):
     """Return the result of a job that never trained."""
     label = f"{precision} seed={seed}"
-    return RunResult(precision, label, "/x", status, error, (), precision, seed=seed)
+    return RunResult(
+        precision=precision,
+        label=label,
+        folder="/x",
+        status=status,
+        error=error,
+        overrides=(),
+        group=precision,
+        seed=seed,
+    )

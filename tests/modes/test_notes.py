@@ -13,9 +13,9 @@ from runner.utils.terminal import quote_command
 WORDS = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
 COMMAND = quote_command(WORDS)
 DONE = RunResult(
-    "16-mixed",
-    "16-mixed mlp digits",
-    "/out",
+    precision="16-mixed",
+    label="16-mixed mlp digits",
+    folder="/out",
     quality="val/accuracy",
     metrics={"val/loss": 0.5, "val/accuracy": 0.91},
     best=0.93,

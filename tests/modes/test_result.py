@@ -10,9 +10,9 @@ from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 
 DONE = RunResult(
-    "16-mixed",
-    "16-mixed mlp digits",
-    "/out/1",
+    precision="16-mixed",
+    label="16-mixed mlp digits",
+    folder="/out/1",
     metrics={"val/accuracy": 0.91, "val/loss": 0.3},
     quality="val/accuracy",
     best=0.93,
@@ -25,7 +25,13 @@ DONE = RunResult(
     kernels="float32_accumulate",
     overrides=("precision=16-mixed",),
 )
-FAILED = RunResult("32-true", "32-true seed=1", "/out/2", "failed", "ValueError: boom\nmore")
+FAILED = RunResult(
+    precision="32-true",
+    label="32-true seed=1",
+    folder="/out/2",
+    status="failed",
+    error="ValueError: boom\nmore",
+)
 
 
 def printed(result, width=200):

@@ -13,15 +13,14 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from runner.config.schema import AdviseSpec
 from runner.config.targets import build_group
 from runner.diagnostics.numerics import Numerics
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
-from runner.sweeps.advisor.request import AdviseRequest
+from runner.sweeps.advisor.advise_command import AdviseCommand
 from runner.sweeps.advisor.trials import Trials
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, rank_precisions
-from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import Verdict
 from runner.utils.console import plain_console
 
@@ -93,15 +92,15 @@ class RemedySearch:
     """The search by trials for what heals the precisions that fail.
 
     Args:
-        request: the command.
+        command: the command.
         trials: runs the jobs.
-        settings: set the length of a trial.
+        request: set the length of a trial.
         diagnoses: of each precision that failed; empty if they are not known.
     """
 
-    request: AdviseRequest
+    command: AdviseCommand
     trials: Trials
-    settings: AdviseSettings
+    request: AdviseRequest
     diagnoses: Mapping[str, Diagnosis]
 
     def __post_init__(self) -> None:
@@ -113,7 +112,7 @@ class RemedySearch:
         for verdict in self._failing():
             name = verdict.group.precision
             loses_updates = name in self.diagnoses and self.diagnoses[name].loses_updates
-            if not loses_updates or not self.request.takes_update_rule(name):
+            if not loses_updates or not self.command.takes_update_rule(name):
                 continue
             self.console.print(f"{name} fails: searching for a rule that keeps its updates")
             max_gap = self._max_gap(verdict)
@@ -130,7 +129,7 @@ class RemedySearch:
 
         Precisions for which the user has named modules are not searched.
         """
-        node = self.request.spec.model
+        node = self.command.spec.model
         # Only names are needed: on the meta device weights take no memory and no time.
         try:
             with torch.device("meta"):
@@ -152,8 +151,8 @@ class RemedySearch:
             name = verdict.group.precision
             if verdict.rating is Verdict.STALLED:
                 continue  # its loss is good: only a rule of precision.update keeps its updates
-            key = _exclusion_key(self.request.load_precision(name))
-            overrides = self.request.precision_overrides.get(name, ())
+            key = _exclusion_key(self.command.load_precision(name))
+            overrides = self.request.overrides.get(name, ())
             if key and not any(word.startswith(key) for word in overrides):
                 self._search_modules(verdict, key, tree)
 
@@ -197,7 +196,7 @@ class RemedySearch:
         return "" if self._has_time else " in the time that was left"
 
     def _advice(self) -> Advice:
-        return rank_precisions(self.trials.results(), self.settings)
+        return rank_precisions(self.trials.results(), self.request)
 
     def _failing(self) -> list[PrecisionVerdict]:
         """Return the verdicts on precisions that fail, and that no remedy has healed so far."""
@@ -218,9 +217,9 @@ class RemedySearch:
             override: the remedy.
             max_gap: see _max_gap().
         """
-        (seed,) = self.request.trial_seeds(1)
+        (seed,) = self.command.trial_seeds(1)
         result = self._run_trial(verdict.group.precision, override, seed)
-        loss = self.settings.judged_loss(result.metrics) if result else None
+        loss = self.request.judged_loss(result.metrics) if result else None
         if result is None or result.outcome != "finished" or loss is None:
             loss = inf
         return loss - self._advice().baseline_losses[seed] <= max_gap
@@ -231,7 +230,7 @@ class RemedySearch:
         It is advise.max_gap, or two standard deviations of the baseline's loss between seeds, or a
         share of the gap that the precision has without a remedy, if that is larger.
         """
-        margin = self.settings.max_gap
+        margin = self.request.max_gap
         if margin is None:
             # One trial decides, and seeds alone seldom put a loss further away than two deviations.
             margin = 2 * self._advice().baseline_spread
@@ -250,8 +249,8 @@ class RemedySearch:
         if not self._has_time:
             return None
         began = perf_counter()
-        words = [*self.settings.length_overrides(name), *filter(None, [override])]
-        result = self.trials.launch(self.request.trial_overrides(name, seed, *words))
+        words = [*self.request.length_overrides(name), *filter(None, [override])]
+        result = self.trials.launch(self.command.trial_overrides(name, seed, *words))
         self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
         return result
 
@@ -264,7 +263,7 @@ class RemedySearch:
         """
         self.console.print(f"{name}: {override} helps; verifying it with other seeds")
         # A remedy that was chosen by a seed's loss is biased towards that seed.
-        for seed in self.request.trial_seeds(self.request.spec.section(AdviseSpec).seeds + 1)[1:]:
+        for seed in self.command.trial_seeds(self.request.seeds + 1)[1:]:
             # The baseline has no loss for the last seed, which is one after those of the rounds.
             if seed not in self._advice().baseline_losses:
                 self._run_trial(self.request.baseline, "", seed)

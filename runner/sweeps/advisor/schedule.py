@@ -12,7 +12,7 @@ resuming and the report are those of any sweep.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, final
@@ -32,16 +32,16 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.diagnostics.numerics import read
 from runner.modes.result import RunResult
+from runner.sweeps.advisor.advise_command import AdviseCommand
 from runner.sweeps.advisor.remedies import FLOAT32, Diagnosis, RemedySearch, diagnose
-from runner.sweeps.advisor.request import AdviseRequest
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.verdict.gate import NOT_TRAINED, GateVerdict, gate_verdict
-from runner.sweeps.verdict.ranking import Advice, rank_precisions
-from runner.sweeps.verdict.settings import (
+from runner.sweeps.verdict.advise_request import (
     EMULATED_STEP_TIME_RATIO,
     TIMEOUT_TIME_RATIO,
-    AdviseSettings,
+    AdviseRequest,
 )
+from runner.sweeps.verdict.gate import NOT_TRAINED, GateVerdict, gate_verdict
+from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.console import plain_console
@@ -79,19 +79,19 @@ class TrialScheduler:
     """The trials of one command with mode=advise.
 
     Args:
-        request: the command.
+        command: the command.
         trials: runs the jobs.
-        resumed: settings of an earlier command, whose trials are continued with the same lengths.
+        resumed: request of an earlier command, whose trials are continued with the same lengths.
     """
 
     def __init__(
-        self, request: AdviseRequest, trials: Trials, resumed: AdviseSettings | None = None
+        self, command: AdviseCommand, trials: Trials, resumed: AdviseRequest | None = None
     ) -> None:
-        self.request = request
+        self.command = command
         self.trials = trials
         self.console = plain_console()
-        self.options = request.spec.section(AdviseSpec)
-        self._written = resumed
+        self.request = resumed or command.request
+        self._is_resumed = resumed is not None
 
     def run(self) -> None:
         """Run all trials.
@@ -104,13 +104,13 @@ class TrialScheduler:
         self.trials.announce(0)
         others = OtherPrograms()
         # A resumed command keeps the length of its finished trials, to compare further ones.
-        if self._written is None:
+        if not self._is_resumed:
             self._set_budget(self._measure_baseline(), others)
-        request = self.request
-        pairs = product(request.precisions, request.trial_seeds(self.settings.seeds))
-        self.trials.announce(sum(request.recorded_result(*pair) is None for pair in pairs))
-        if self.settings.mode == "gate":
-            run_gate_rounds(request, self.trials, self.settings)
+        command = self.command
+        pairs = product(command.precisions, command.trial_seeds(self.request.seeds))
+        self.trials.announce(sum(command.recorded_result(*pair) is None for pair in pairs))
+        if self.request.mode == "gate":
+            run_gate_rounds(command, self.trials, self.request)
             return
         self._run_rounds()
         # How many trials a search takes is not known before.
@@ -118,16 +118,10 @@ class TrialScheduler:
         self._diagnose_and_search()
         self._forecast_memory()
 
-    @property
-    def settings(self) -> AdviseSettings:
-        """Return the settings that the sweep's folder holds."""
-        assert self._written is not None
-        return self._written
-
-    def _write(self, settings: AdviseSettings) -> None:
-        """Write the settings to the sweep's folder, where the report finds them."""
-        self._written = settings
-        settings.write(self.trials.folder)
+    def _write(self, **measured: Any) -> None:
+        """Write the request with what was measured to the sweep's folder, for the report."""
+        self.request = replace(self.request, **measured)
+        self.request.write(self.trials.folder)
 
     def _diagnose_and_search(self) -> None:
         """Find what is wrong with the precisions that fail, and what heals them."""
@@ -141,16 +135,17 @@ class TrialScheduler:
         if len(advice.baseline_losses) < 2:
             self.console.print("no time to search for what heals a precision that fails")
             return
-        search = RemedySearch(self.request, self.trials, self.settings, diagnoses)
-        if self.options.update_rules:
+        search = RemedySearch(self.command, self.trials, self.request, diagnoses)
+        asked = self.command.spec.section(AdviseSpec)
+        if asked.update_rules:
             search.search_update_rules()
-        if self.options.islands:
+        if asked.islands:
             search.search_fp32_modules()
 
     def _forecast_memory(self) -> None:
         """Write the forecast memory of the precisions that train as well as the baseline."""
-        spec = self.request.spec
-        device = self.request.device
+        spec = self.command.spec
+        device = self.command.device
         batch_size = spec.train.batch_size
         forecasts = {}
         for verdict in self._advice().verdicts:
@@ -162,13 +157,13 @@ class TrialScheduler:
             name = verdict.group.precision
             # Precisions are judged without a forecast, too.
             with suppress(RunnerError):
-                precision = self.request.load_precision(name)
+                precision = self.command.load_precision(name)
                 forecast = peak_forecast(spec, precision, device)
                 peak = forecast(batch_size).total / MIB
                 usable = free_memory(device) * USABLE_MEMORY_SHARE
                 largest = largest_fitting_batch(forecast, batch_size, usable)
                 forecasts[name] = {"peak_mib": peak, "largest_batch": largest or 0}
-        self._write(replace(self.settings, memory=forecasts))
+        self._write(memory=forecasts)
 
     def _diagnose(self, failing: Sequence[str]) -> dict[str, Diagnosis]:
         """Train float32 once more with snapshots of its numbers, and write what they say.
@@ -179,15 +174,15 @@ class TrialScheduler:
         Returns:
             The diagnosis of each; empty where the numbers are not known.
         """
-        every = max(1, self.settings.steps // DIAGNOSIS_SNAPSHOTS)
+        every = max(1, self.request.steps // DIAGNOSIS_SNAPSHOTS)
         # Numbers are read by hooks, which need eager modules: a config with train.compile is
         # refused together with numerics.every.
         eager = ("train.compile=false", "train.compile_rounding=fused")
-        length = self.settings.length_overrides(FLOAT32)
+        length = self.request.length_overrides(FLOAT32)
         words = [*length, f"numerics.every={every}", *eager]
         if self.trials.remaining_seconds <= 0:
             return {}
-        trial = self.request.trial_overrides(FLOAT32, self.request.spec.seed, *words)
+        trial = self.command.trial_overrides(FLOAT32, self.command.spec.seed, *words)
         result = self.trials.launch(trial)
         if result is None or result.status != "finished":
             return {}
@@ -196,9 +191,9 @@ class TrialScheduler:
         except RunnerError:
             return {}
         # A precision may fail both by itself and with a set of modules.
-        diagnoses = {name: diagnose(numbers, self.request.load_precision(name)) for name in failing}
+        diagnoses = {name: diagnose(numbers, self.command.load_precision(name)) for name in failing}
         findings = {name: diagnosis.finding for name, diagnosis in diagnoses.items()}
-        self._write(replace(self.settings, diagnoses=findings))
+        self._write(diagnoses=findings)
         return diagnoses
 
     def _measure_baseline(self) -> RunResult:
@@ -207,24 +202,24 @@ class TrialScheduler:
         Raises:
             ConfigError: the baseline does not train.
         """
-        request = self.request
+        command = self.command
         seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
         words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
         # No longer than a trial, or the whole run, takes.
-        limits = [n for n in (request.spec.train.max_steps, self.options.steps) if n]
+        limits = [n for n in (command.spec.train.max_steps, self.request.steps) if n]
         if limits:
             words.append(f"train.max_steps={min(limits)}")
         time = f"{seconds:.0f} s at most"
-        self.console.print(f"{request.baseline} for {time}, to measure its step time")
+        self.console.print(f"{self.request.baseline} for {time}, to measure its step time")
         # The job is deleted below, and a store would keep its run.
-        trial = request.trial_overrides(
-            request.baseline, request.spec.seed, *words, is_tracked=False
+        trial = command.trial_overrides(
+            self.request.baseline, command.spec.seed, *words, is_tracked=False
         )
         self.trials.record_shared_overrides(trial)
         result = self.trials.launch(trial)
         self.trials.delete_jobs()
         if result is None or result.status != "finished" or not result.step_ms:
-            none = f"{request.baseline} took no step: there is nothing to compare."
+            none = f"{self.request.baseline} took no step: there is nothing to compare."
             raise ConfigError((result.error if result else "") or none)
         return result
 
@@ -236,11 +231,11 @@ class TrialScheduler:
             step_seconds: of the baseline.
             overhead_seconds: time of a job besides its steps.
         """
-        emulated = len(self.request.emulated_precisions)
-        others = len(self.request.precisions) - 1 - emulated
+        emulated = len(self.request.emulated)
+        others = len(self.command.precisions) - 1 - emulated
         # A round of all precisions takes as long as this many trials of the baseline.
         round_cost = 1 + EXPECTED_STEP_TIME_RATIO * others + EMULATED_STEP_TIME_RATIO * emulated
-        count = self.options.seeds * round_cost
+        count = self.request.seeds * round_cost
         seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - overhead_seconds
         # Twice the time, because rounding down may take up to 60 % of it.
         least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / step_seconds))
@@ -250,7 +245,7 @@ class TrialScheduler:
         return min(planned, max(least, affordable))
 
     def _set_budget(self, timed: RunResult, others: OtherPrograms) -> None:
-        """Set the length of the trials, and write the settings.
+        """Set the length of the trials, and write the request.
 
         Args:
             timed: result of the baseline.
@@ -259,51 +254,37 @@ class TrialScheduler:
         Raises:
             ConfigError: the baseline does not measure what precisions are judged by.
         """
-        request = self.request
-        options = self.options
-        is_named = request.spec.task.get("quality") is not None
+        command = self.command
+        is_named = command.spec.task.get("quality") is not None
         metric = timed.quality if is_named else VAL_LOSS
         if metric not in timed.metrics:
             raise ConfigError(
-                f"mode={request.spec.mode} judges by {metric}, which task= does not measure."
+                f"mode={command.spec.mode} judges by {metric}, which task= does not measure."
             )
         step_seconds = (timed.step_ms or 0.0) / 1e3
         # Besides its steps a run may compile, which the trials do as well.
         other_seconds = max(0.0, timed.seconds - timed.steps * step_seconds)
         overhead = other_seconds + JOB_OVERHEAD_SECONDS
         planned = timed.planned_steps
-        steps = min(planned, options.steps or self._choose_steps(planned, step_seconds, overhead))
-        if request.recorded:
+        asked = self.request.steps
+        steps = min(planned, asked or self._choose_steps(planned, step_seconds, overhead))
+        if command.recorded:
             # Losses after unequal numbers of steps could not be compared.
-            steps = request.recorded[0].steps
+            steps = command.recorded[0].steps
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
-        settings = AdviseSettings(
-            objective=options.objective,
-            tolerance=options.tolerance,
+        self._write(
             steps=steps,
             seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * step_seconds + slack),
-            seeds=options.seeds,
-            budget=options.budget,
-            command=request.command,
-            emulated=request.emulated_precisions,
-            overrides={name: words for name, words in request.precision_overrides.items() if words},
-            unavailable=request.missing_precisions,
             # The processors' load changes a CPU's step times only.
-            busy=others.share() if request.device.type == "cpu" else 0.0,
+            busy=others.share() if command.device.type == "cpu" else 0.0,
             metric=metric,
             direction=timed.direction if is_named else "min",
-            mode="gate" if request.spec.mode == "gate" else "advise",
-            baseline=request.baseline,
-            max_gap=options.max_gap,
-            recorded=[asdict(result) for result in request.recorded],
-            recorded_in=options.baseline if request.recorded else "",
         )
         # Typed keys under precision follow from a trial's precision: no job is named after them.
-        shared = {word for words in request.precision_overrides.values() for word in words}
-        length = settings.length_overrides(request.baseline)
-        trial = request.trial_overrides(request.baseline, request.spec.seed, *length)
+        shared = {word for words in self.request.overrides.values() for word in words}
+        length = self.request.length_overrides(self.request.baseline)
+        trial = command.trial_overrides(self.request.baseline, command.spec.seed, *length)
         self.trials.record_shared_overrides([*trial, *sorted(shared)])
-        self._write(settings)
         self._print_plan(steps * step_seconds + overhead)
 
     def _print_plan(self, trial_seconds: float) -> None:
@@ -312,13 +293,13 @@ class TrialScheduler:
         Args:
             trial_seconds: of the baseline, by its step time.
         """
-        names = self.request.precisions
+        names = self.command.precisions
         seconds = MIN_SEEDS * trial_seconds * len(names)
         if seconds > self.trials.remaining_seconds:
             time = format_duration(seconds)
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
-            self.console.print(f"{text}, and advise.budget={self.options.budget}.")
-        text = f"{self.settings.steps} steps, {self.options.seeds} seeds, {len(names)} precisions"
+            self.console.print(f"{text}, and advise.budget={self.request.budget}.")
+        text = f"{self.request.steps} steps, {self.request.seeds} seeds, {len(names)} precisions"
         self.console.print(f"{text}: {', '.join(names)}")
 
     def _run_rounds(self) -> None:
@@ -327,10 +308,10 @@ class TrialScheduler:
         Precisions that failed are left out, and so are the least promising ones where the budget
         would give no verdict on all. A round that the budget has no time for is not begun.
         """
-        running = list(self.request.precisions)
+        running = list(self.command.precisions)
         seconds: dict[str, float] = {}
         has_diverged = False
-        for number, seed in enumerate(self.request.trial_seeds(self.options.seeds)):
+        for number, seed in enumerate(self.command.trial_seeds(self.request.seeds)):
             if number and self.trials.remaining_seconds < sum(seconds[name] for name in running):
                 self.console.print(f"the budget ends after {number} seeds")
                 return
@@ -339,11 +320,11 @@ class TrialScheduler:
             results = self._run_round(running[turn:] + running[:turn], seed)
             # Another trial of a recorded baseline takes no time.
             seconds = {
-                r.precision: 0.0 if r in self.request.recorded else r.seconds + JOB_OVERHEAD_SECONDS
+                r.precision: 0.0 if r in self.command.recorded else r.seconds + JOB_OVERHEAD_SECONDS
                 for r in results
             }
             # What failed or was too slow with one seed is not tried with another.
-            ended = [r for r in results if r.steps >= self.settings.steps]
+            ended = [r for r in results if r.steps >= self.request.steps]
             finished = {r.precision for r in ended if r.outcome == "finished"}
             running = [name for name in running if name in finished]
             has_diverged |= any(r.outcome == "diverged" for r in results)
@@ -357,15 +338,15 @@ class TrialScheduler:
         """Run a trial of each precision while the budget lasts, and return the results."""
         results: list[RunResult] = []
         for number, name in enumerate(order):
-            known = self.request.recorded_result(name, seed)
+            known = self.command.recorded_result(name, seed)
             if known is not None:
                 results.append(known)
                 continue
             if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
-            length = self.settings.length_overrides(name)
-            result = self.trials.launch(self.request.trial_overrides(name, seed, *length))
+            length = self.request.length_overrides(name)
+            result = self.trials.launch(self.command.trial_overrides(name, seed, *length))
             if result is not None:
                 results.append(result)
         return results
@@ -406,19 +387,19 @@ class TrialScheduler:
 
     def _merit(self, result: RunResult, baseline: RunResult) -> float:
         """Return how good one trial is by the objective; larger is better."""
-        match self.options.objective:
+        match self.request.objective:
             case "time":
                 # An emulated precision has no step time of its own.
                 return -(result.step_ms or baseline.step_ms or math.inf)
             case "memory":
                 return -((result.weights_mib or 0.0) + (result.optimizer_mib or 0.0))
             case _:
-                loss = self.settings.judged_loss(result.metrics)
+                loss = self.request.judged_loss(result.metrics)
                 return -math.inf if loss is None else -loss
 
     def _advice(self) -> Advice:
         """Return what the trials so far say."""
-        return rank_precisions(self.trials.results(), self.settings)
+        return rank_precisions(self.trials.results(), self.request)
 
 
 def _round_down(number: float) -> int:
@@ -429,13 +410,13 @@ def _round_down(number: float) -> int:
     return next(factor * power for factor in (5, 2, 1) if factor * power <= number)
 
 
-def run_gate_rounds(request: AdviseRequest, trials: Trials, settings: AdviseSettings) -> None:
+def run_gate_rounds(command: AdviseCommand, trials: Trials, request: AdviseRequest) -> None:
     """Run a trial of the baseline and of mode=gate's precision for each seed, until it is decided.
 
     Args:
-        request: the command.
+        command: the command.
         trials: runs the jobs.
-        settings: set the length of a trial, the bar and the largest number of seeds.
+        request: set the length of a trial, the bar and the largest number of seeds.
 
     Raises:
         ConfigError: the precision does not train.
@@ -443,20 +424,20 @@ def run_gate_rounds(request: AdviseRequest, trials: Trials, settings: AdviseSett
     """
     console = plain_console()
     longest_seconds = 0.0
-    for number, seed in enumerate(request.trial_seeds(settings.seeds)):
+    for number, seed in enumerate(command.trial_seeds(request.seeds)):
         if trials.remaining_seconds < longest_seconds:
             console.print(f"the budget ends after {number} seeds")
             break
         before = trials.remaining_seconds
         # Each round begins with the other precision, so that none always runs first.
-        order = request.precisions[:: -1 if number % 2 else 1]
+        order = command.precisions[:: -1 if number % 2 else 1]
         for precision in order:
             # The baseline's trials may be recorded.
-            if request.recorded_result(precision, seed) is None:
-                length = settings.length_overrides(precision)
-                trials.launch(request.trial_overrides(precision, seed, *length))
+            if command.recorded_result(precision, seed) is None:
+                length = request.length_overrides(precision)
+                trials.launch(command.trial_overrides(precision, seed, *length))
         longest_seconds = max(longest_seconds, before - trials.remaining_seconds)
-        verdict = _checked_verdict(request, trials, settings)
+        verdict = _checked_verdict(command, trials, request)
         if verdict.looks:
             look = verdict.looks[-1]
             console.print(f"{look.seeds} seeds: {verdict.decision}, {verdict.reason}")
@@ -466,18 +447,16 @@ def run_gate_rounds(request: AdviseRequest, trials: Trials, settings: AdviseSett
             break
 
 
-def _checked_verdict(
-    request: AdviseRequest, trials: Trials, settings: AdviseSettings
-) -> GateVerdict:
+def _checked_verdict(command: AdviseCommand, trials: Trials, request: AdviseRequest) -> GateVerdict:
     """Return the verdict of mode=gate so far.
 
     Raises:
         ConfigError: the precision or the baseline does not train.
     """
-    advice = rank_precisions(trials.results(), settings)
+    advice = rank_precisions(trials.results(), request)
     # Where the baseline does not train, a precision that does not either is no worse.
     for each in advice.verdicts:
-        if each.name == settings.baseline and each.rating not in _TRAINED:
+        if each.name == request.baseline and each.rating not in _TRAINED:
             raise ConfigError(
                 f"mode=gate has no answer: the baseline {each.name} itself does not train "
                 f"({each.rating}). Type another advise.baseline, or settings that it trains with."
@@ -485,7 +464,7 @@ def _checked_verdict(
     verdict = gate_verdict(advice)
     if verdict is None or verdict.precision.rating in NOT_TRAINED:
         reason = verdict.reason if verdict else "no trial wrote a result"
-        raise ConfigError(f"mode=gate has no answer for {request.precisions[1]}: {reason}.")
+        raise ConfigError(f"mode=gate has no answer for {command.precisions[1]}: {reason}.")
     return verdict
 
 
@@ -501,7 +480,7 @@ def prepare_sweeper(config: DictConfig) -> None:
     """
     register(AdviseSweeper)
     # Here as well as in the sweep: an error now comes before a sweep's folder and its parent run.
-    AdviseRequest.from_config(config)
+    AdviseCommand.from_config(config)
 
 
 @final
@@ -527,11 +506,10 @@ class AdviseSweeper(Sweeper):
         folder.mkdir(parents=True, exist_ok=True)
         # As Hydra's own sweepers do, whose sweeps have this file.
         OmegaConf.save(self._config, folder / "multirun.yaml")
-        request = AdviseRequest.from_config(self._config)
+        command = AdviseCommand.from_config(self._config)
         resumes = bool(self._config.hydra.callbacks.sweep.resume)
-        resumed = AdviseSettings.read(folder) if resumes else None
-        trials = Trials(
-            self._launcher, folder, request.spec.section(AdviseSpec).seconds or 0.0, resumes
-        )
-        TrialScheduler(request, trials, resumed).run()
+        resumed = AdviseRequest.read(folder) if resumes else None
+        budget = command.spec.section(AdviseSpec).seconds or 0.0
+        trials = Trials(self._launcher, folder, budget, resumes)
+        TrialScheduler(command, trials, resumed).run()
         return None

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import (
-    cast_notes,
+    cast_note,
     format_interval,
     memory_name,
     memory_words,
@@ -46,11 +46,11 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
     """Return the answer of mode=advise or mode=gate."""
     if gate is not None:
         return _gate_answer(gate)
-    if advice.settings.mode == "gate":
+    if advice.request.mode == "gate":
         text = "Undecided: it was stopped before a trial of the precision had ended."
         return Answer(Reason.UNFINISHED, text)
     pick = advice.recommendation
-    baseline = advice.settings.baseline
+    baseline = advice.request.baseline
     caveats = _caveats(advice)
     if pick is None:
         return Answer(
@@ -82,17 +82,17 @@ def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
     if test is None:
         loss = "the baseline"
     elif test.verdict is Verdict.BETTER:
-        which = "lower" if advice.settings.sign > 0 else "higher"
+        which = "lower" if advice.request.sign > 0 else "higher"
         loss = f"{which} by {format_interval(-test.value, test.ci_half_width)}"
     else:
-        loss = f"within the tolerance of {advice.settings.baseline}'s"
-    return f"Use {pick.name}: {gain}, and its {advice.settings.noun} is {loss}."
+        loss = f"within the tolerance of {advice.request.baseline}'s"
+    return f"Use {pick.name}: {gain}, and its {advice.request.noun} is {loss}."
 
 
 def _stay_sentence(advice: Advice) -> str:
     """Return why to stay with the baseline."""
-    objective = advice.settings.objective
-    baseline = advice.settings.baseline
+    objective = advice.request.objective
+    baseline = advice.request.baseline
     rivals = [v for v in advice.verdicts if v.name != baseline and not v.is_emulated]
     if not rivals:
         return f"Stay with {baseline} on this machine: whatever else was tried is emulated."
@@ -117,7 +117,7 @@ def _caveats(advice: Advice) -> tuple[Caveat, ...]:
     elif unclear:
         # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
         fewest = min(len(verdict.group.jobs) for verdict in unclear)
-        more = "a larger advise.budget" if fewest < advice.settings.seeds else "more advise.seeds"
+        more = "a larger advise.budget" if fewest < advice.request.seeds else "more advise.seeds"
         evidence = f"Not enough evidence in this budget about {names}; {more} may decide."
     emulated = [v.name for v in advice.verdicts if v.is_emulated and v.is_acceptable]
     emulation = (
@@ -129,7 +129,7 @@ def _caveats(advice: Advice) -> tuple[Caveat, ...]:
             CaveatKind.UNJUDGED: evidence,
             CaveatKind.EMULATED: emulation if emulated else "",
             CaveatKind.NOT_AS_ASKED: unasked_sentences(v.group for v in advice.verdicts),
-            CaveatKind.BUSY: busy_sentence(advice.settings.busy),
+            CaveatKind.BUSY: busy_sentence(advice.request.busy),
         }
     )
 
@@ -141,7 +141,7 @@ def _unclear(advice: Advice) -> list[PrecisionVerdict]:
 def _gate_answer(gate: GateVerdict) -> Answer:
     """Return the decision of mode=gate, with what the precision costs if that differs from the
     baseline, and what to type where more seeds or time may decide."""
-    settings = gate.advice.settings
+    request = gate.advice.request
     sentences = [f"{gate.name} is {gate.decision}: {gate.reason}."]
     comparison = gate.precision.comparison
     # The time of emulated arithmetic says nothing about the precision.
@@ -149,12 +149,12 @@ def _gate_answer(gate: GateVerdict) -> Answer:
         sentences.append(f"It is {speed_words(comparison)}.")
     if comparison.memory_ratio is not None and round(comparison.memory_ratio, 2) != 1:
         memory = f"{comparison.memory_ratio:.2f} × the {memory_name(comparison)}"
-        sentences.append(f"It takes {memory} of {settings.baseline}.")
+        sentences.append(f"It takes {memory} of {request.baseline}.")
     if gate.decision == "undecided" and gate.looks:
-        if gate.looks[-1].seeds < settings.seeds:
+        if gate.looks[-1].seeds < request.seeds:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
-            sentences.append(f"More seeds may decide: type advise.seeds={2 * settings.seeds}.")
+            sentences.append(f"More seeds may decide: type advise.seeds={2 * request.seeds}.")
     unasked = unasked_sentences([gate.precision.group])
     caveats = known_caveats({CaveatKind.NOT_AS_ASKED: unasked})
     text = " ".join(sentences)
@@ -167,17 +167,17 @@ def _gate_answer(gate: GateVerdict) -> Answer:
 
 def _looks_table(gate: GateVerdict) -> Table:
     """Return the table with one row per look of the sequential test."""
-    settings = gate.advice.settings
+    request = gate.advice.request
     rows = [
         [
             Cell(str(look.seeds)),
-            Cell(f"{settings.sign * look.gap:+.3g} ± {look.half_width:.2g}"),
-            Cell(format_number(settings.sign * gate.bar)),
+            Cell(f"{request.sign * look.gap:+.3g} ± {look.half_width:.2g}"),
+            Cell(format_number(request.sign * gate.bar)),
             Cell(look.decision, tone=_GATE_TONES[look.decision]),
         ]
         for look in gate.looks
     ]
-    title = f"{settings.noun} minus that of {settings.baseline}"
+    title = f"{request.noun} minus that of {request.baseline}"
     return Table(["seeds", title, "bar", "decision"], rows, frozenset([3]))
 
 
@@ -188,10 +188,10 @@ def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
     if gate is None:
         yield advice_table(advice)
         yield from _alternatives(advice)
-        if advice.settings.unavailable:
+        if advice.request.unavailable:
             yield Heading("Not on this machine")
-            yield Items(list(advice.settings.unavailable.items()))
-        if advice.settings.unavailable and not advice.settings.emulated:
+            yield Items(list(advice.request.unavailable.items()))
+        if advice.request.unavailable and not advice.request.emulated:
             yield Text(
                 "precision.emulate=true tries the numbers of those that can be emulated, "
                 "without their speed."
@@ -223,29 +223,29 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
 
 def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) of what the table says, and of how it was judged."""
-    settings = advice.settings
+    request = advice.request
     text = (
-        f"{settings.steps} optimizer steps each; every precision from the same weights on the same "
-        f"batches as {settings.baseline}, for each seed. Jobs ran in turn, seed by seed."
+        f"{request.steps} optimizer steps each; every precision from the same weights on the same "
+        f"batches as {request.baseline}, for each seed. Jobs ran in turn, seed by seed."
     )
-    if settings.recorded_in:
-        text += f" {settings.baseline} was trained before, in {settings.recorded_in}."
+    if request.recorded_in:
+        text += f" {request.baseline} was trained before, in {request.recorded_in}."
     yield "Trials", text
     if len(advice.baseline_losses) > 1:
-        ends_at = settings.sign * fmean(advice.baseline_losses.values())
-        accepted = f"Tolerated are {settings.tolerance:g} of them (advise.tolerance)."
-        if settings.max_gap is not None:
-            accepted = f"Accepted is a difference of {settings.max_gap:g} (advise.max_gap)."
+        ends_at = request.sign * fmean(advice.baseline_losses.values())
+        accepted = f"Tolerated are {request.tolerance:g} of them (advise.tolerance)."
+        if request.max_gap is not None:
+            accepted = f"Accepted is a difference of {request.max_gap:g} (advise.max_gap)."
         yield (
             "Baseline",
-            f"{settings.baseline} ends at {settings.metric} {format_number(ends_at)}; its seeds "
+            f"{request.baseline} ends at {request.metric} {format_number(ends_at)}; its seeds "
             "differ by a standard deviation of "
             f"{format_number(advice.baseline_spread)}. {accepted}",
         )
     if gate is not None:
         yield (
             "Test",
-            f"after each seed from the {MIN_SEEDS}rd to the {settings.seeds}th at most, a "
+            f"after each seed from the {MIN_SEEDS}rd to the {request.seeds}th at most, a "
             "confidence interval of the mean difference is looked at: accepted if it lies within "
             "the bar, rejected if it lies beyond. Over all looks the chance of each error is "
             f"{ERROR_RATE:.0%} (a sequential t test, Pocock 1977; docs/gate.md).",
@@ -255,6 +255,8 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
         yield "Within tolerance", INDISTINGUISHABLE_NOTE
         if any(verdict.forecast for verdict in advice.verdicts):
             yield "Predicted peak", PEAK_NOTE
-    yield from cast_notes(verdict.group for verdict in advice.verdicts)
-    steps = f"{settings.steps} steps are not a whole training"
+    casts = cast_note(job for verdict in advice.verdicts for job in verdict.group.jobs)
+    if casts:
+        yield "Autocast", casts
+    steps = f"{request.steps} steps are not a whole training"
     yield "What this is not", f"{steps}: what goes wrong later is not seen."

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from runner.modes.result import RunResult
 from runner.sweeps.report.sweep_data import Job, SweepData
-from runner.sweeps.verdict.compare import BASELINE, compare_with_baselines, group_name
+from runner.sweeps.verdict.compare import BASELINE, group_name
 from runner.tracking.history import Curve
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import grouped
@@ -212,21 +212,20 @@ class _Charts:
     """The charts of the jobs of a sweep that trained, instead of evaluating a checkpoint."""
 
     def __init__(self, data: SweepData) -> None:
-        jobs = [job for job in data.jobs if not job.result.trained_in]
         self.advice = data.advice
         self.gate = data.gate
         self.baseline = BASELINE
         if self.advice is not None:
-            self.baseline = self.advice.settings.baseline
+            self.baseline = self.advice.request.baseline
             self.judged = [verdict.comparison for verdict in self.advice.verdicts]
         else:
-            self.judged = compare_with_baselines([job.result for job in jobs])
+            self.judged = [each for each in data.compared if not each.group.is_evaluation]
         self.style_of = group_styles([result for c in self.judged for result in c.group.jobs])
         self.has_settings = any(dash for _, dash in self.style_of.values())
         order = [*self.style_of]
         # Without the search of mode=advise for remedies, and group by group: the narrow curves of
         # the last ones are above the wide ones.
-        jobs = [job for job in jobs if group_name(job.result) in self.style_of]
+        jobs = [job for job in data.jobs if group_name(job.result) in self.style_of]
         self.jobs = sorted(jobs, key=lambda job: order.index(group_name(job.result)))
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
         self.seeds = sorted({job.result.seed or 0 for job in jobs})
@@ -288,7 +287,7 @@ class _Charts:
         metric, direction, sign = job.quality, job.direction, 1
         notes = "bars: 95 % interval"
         if self.advice is not None:
-            settings = self.advice.settings
+            settings = self.advice.request
             metric, direction, sign = settings.metric, settings.direction, settings.sign
             notes = "bars: interval of the test"
             losses = self.advice.baseline_losses

@@ -372,7 +372,7 @@ def _row_rank(c: Comparison) -> tuple[int, float, float]:
 def advice_table(advice: Advice) -> Table:
     """Return the table with one row per verdict of mode=advise, best first."""
     jobs = [job for verdict in advice.verdicts for job in verdict.group.jobs]
-    facts = TableFacts(jobs, baseline=advice.settings.baseline)
+    facts = TableFacts(jobs, baseline=advice.request.baseline)
     marked = 0 if advice.recommendation is not None else None
     return replace(_table("verdict", advice.verdicts, facts), marked=marked)
 

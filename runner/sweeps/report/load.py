@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from runner.config.annotations import dataclass_fields_from_json
 from runner.modes.result import RunResult, Status, read_results
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
-from runner.sweeps.verdict.settings import AdviseSettings
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking import history
 from runner.utils.files import read_text, write_json
@@ -67,7 +68,6 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
         settings = partial(read_settings, job_folder)
         jobs.append(Job(result, curves, settings, _router_choices(text)))
     commands = [quote_command(manifest.command)]
-    settings = AdviseSettings.read(folder)
     lists = [text.partition("=")[2] for text in manifest.overrides if text.startswith("precision=")]
     return SweepData(
         jobs,
@@ -75,7 +75,7 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
         manifest.id,
         is_stopped,
         manifest.jobs,
-        settings,
+        AdviseRequest.read(folder),
         busy=manifest.busy,
         swept_precisions=lists[-1].split(",") if lists else (),
         folder=str(folder),
@@ -83,57 +83,62 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
     )
 
 
-def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
-    """Write the results of the jobs that ran here, for reports made from MLflow; return the path.
+@dataclass(frozen=True)
+class JobFacts:
+    """What a process that ran jobs stores with the parent run when it ends.
 
-    They include the jobs that never became a run there.
+    Attributes:
+        request: fields of AdviseRequest; empty for a sweep of another mode.
+        results: fields of RunResult of each job, those that never became a run there included.
     """
-    content = {
-        "commands": list(data.commands),
-        "stopped": data.is_stopped,
-        "busy": data.busy,
-        "requested_jobs": data.job_count,
-        "tolerance": asdict(data.tolerance),
-        "request": asdict(data.advise_settings) if data.advise_settings else None,
-        "results": [asdict(job.result) for job in data.jobs],
-    }
-    return write_json(folder / f"jobs-{began_ms}.json", content)
+
+    commands: Sequence[str] = ()
+    stopped: bool = False
+    busy: float = 0.0
+    requested_jobs: int = 0
+    tolerance: Mapping[str, Any] = field(default_factory=dict)
+    request: Mapping[str, Any] = field(default_factory=dict)
+    results: Sequence[Mapping[str, Any]] = ()
+
+
+def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
+    """Write what is stored of the jobs that ran here; return the path."""
+    facts = JobFacts(
+        data.commands,
+        data.is_stopped,
+        data.busy,
+        data.job_count,
+        asdict(data.tolerance),
+        asdict(data.request) if data.request else {},
+        [asdict(job.result) for job in data.jobs],
+    )
+    return write_json(folder / f"jobs-{began_ms}.json", asdict(facts))
 
 
 def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     """Load a sweep from MLflow, on however many machines its jobs ran."""
-    contents = [*_stored_lists(reader, parent)]
+    stored = [*_stored_lists(reader, parent)]
     runs = {run.run_id: run for run in reader.jobs(parent)}
     run_ids = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
-    is_stopped = parent.status == "KILLED"
     results: list[RunResult] = []
-    commands: list[str] = []
-    job_count = 0
-    busy = 0.0
-    settings = None
-    tolerance = Tolerance()
-    for content in contents:
-        for values in content.get("results", ()):
-            # Entries that cannot be read are skipped.
-            with suppress(ValueError):
-                result = RunResult.from_json(values)
-                # A result without a run id belongs to the run that names its folder.
-                run_id = result.run_id or run_ids.get(result.folder)
-                results.append(replace(result, run_id=run_id))
-        commands += [text for text in content.get("commands", ()) if isinstance(text, str)]
-        is_stopped |= bool(content.get("stopped"))
-        share = content.get("busy")
-        busy = max(busy, share) if isinstance(share, float) else busy
+    for values in chain.from_iterable(facts.results for facts in stored):
+        # Entries that cannot be read are skipped.
         with suppress(ValueError):
-            tolerance = Tolerance(**dataclass_fields_from_json(Tolerance, content.get("tolerance")))
-        settings = AdviseSettings.from_json(content.get("request")) or settings
-        count = content.get("requested_jobs")
-        job_count += count if isinstance(count, int) else 0
+            result = RunResult.from_json(values)
+            # A result without a run id belongs to the run that names its folder.
+            run_id = result.run_id or run_ids.get(result.folder)
+            results.append(replace(result, run_id=run_id))
+    requests = [AdviseRequest.from_json(facts.request) for facts in stored]
+    request = next(filter(None, reversed(requests)), None)
+    tolerance = Tolerance()
+    for facts in stored:
+        with suppress(ValueError):
+            tolerance = Tolerance(**dataclass_fields_from_json(Tolerance, facts.tolerance))
     # A process that was killed stored no list: its jobs are known by their runs alone.
     listed_ids = {result.run_id for result in results}
     unlisted = [run for run in runs.values() if run.run_id not in listed_ids]
     results += [result_of_run(reader, run) for run in unlisted]
-    if not settings:
+    if not request:
         results = with_unique_names(results)
     jobs = []
     for result in results:
@@ -147,15 +152,16 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
             settings_reader = partial(stored_settings, reader, run)
             job = Job(result, curves, settings_reader, _router_choices(text or ""))
         jobs.append(job)
+    commands = [command for facts in stored for command in facts.commands]
     return SweepData(
         jobs,
         commands or [parent.tags.get("command", "")],
         parent.tags.get("sweep_id", ""),
-        is_stopped,
-        job_count,
-        settings,
+        parent.status == "KILLED" or any(facts.stopped for facts in stored),
+        sum(facts.requested_jobs for facts in stored),
+        request,
         tuple(reader.notices),
-        busy=busy,
+        busy=max((facts.busy for facts in stored), default=0.0),
         tolerance=tolerance,
     )
 
@@ -202,15 +208,13 @@ def _compared_overrides(result: RunResult) -> frozenset[str]:
     return frozenset(text for text in result.overrides if not _IGNORED_OVERRIDE.match(text))
 
 
-def _stored_lists(reader: "Reader", parent: "StoredRun") -> Iterator[Mapping[str, Any]]:
+def _stored_lists(reader: "Reader", parent: "StoredRun") -> Iterator[JobFacts]:
     """Yield what the processes that ran the jobs stored with the parent run when they ended."""
     for path in sorted(reader.artifacts(parent.run_id, JOB_RESULTS_FOLDER)):
-        content = None
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
             content = json.loads(reader.artifact_or_notice(parent.run_id, path) or b"{}")
-        if isinstance(content, dict):
-            yield content
+            yield JobFacts(**dataclass_fields_from_json(JobFacts, content))
 
 
 def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
@@ -225,51 +229,37 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         data = reader.artifact_or_notice(run.run_id, RESULT)
         if data:
             return replace(RunResult.from_json(json.loads(data)), **location)
-    seed = run.params.get("seed", "")
+    values: dict[str, Any] = {"folder": "", "precision": ""}
+    for each in fields(RunResult):
+        for name in each.metadata.get("stored", "").split():
+            if name in run.tags or name in run.metrics:
+                values[each.name] = run.tags.get(name, run.metrics.get(name))
+    # The time of emulated arithmetic says nothing about the precision.
+    if run.tags.get("emulated"):
+        values |= {"kernels": "emulated", "examples_per_second": None, "step_ms": None}
+    if run.status not in _STATUS_BY_RUN_STATUS:
+        values["error"] = _UNKNOWN_STATUS
     known = ("val/iou", "val/accuracy", "val/loss")
     quality = next((key for key in known if key in run.metrics), "")
     direction: Any = "max" if quality in known[:2] else "min"
     if run.tags.get("quality") in run.metrics:  # task.quality names it
         quality = run.tags["quality"]
         direction = run.tags.get("direction", direction)
-    skipped = run.metrics.get("loss_scale/skipped_steps")
-    # The time of emulated arithmetic says nothing about the precision.
-    is_emulated = bool(run.tags.get("emulated"))
-    timed = {} if is_emulated else run.metrics
-    precision = run.tags.get("precision", "")
+    seed = run.params.get("seed", "")
     settings = run.tags.get("settings", "").split()
+    skipped = run.metrics.get("loss_scale/skipped_steps")
     return RunResult(
-        precision,
-        run.name,
-        run.tags.get("output_dir", ""),
-        _STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
-        run.tags.get("error", "") if run.status in _STATUS_BY_RUN_STATUS else _UNKNOWN_STATUS,
-        group=" ".join([precision, *settings]),
+        label=run.name,
+        group=" ".join([values["precision"], *settings]),
         settings=settings,
+        status=_STATUS_BY_RUN_STATUS.get(run.status, "stopped"),
         seed=int(seed) if seed.isdecimal() else None,
-        model=run.tags.get("model", ""),
-        data=run.tags.get("data", ""),
-        device=run.tags.get("device_name", ""),
-        device_type=run.tags.get("accelerator", ""),
         metrics={key: v for key, v in run.metrics.items() if key.startswith(("val/", "test/"))},
         quality=quality,
         direction=direction,
-        train_loss=run.metrics.get("train/loss"),
-        loss_scale=run.metrics.get("loss_scale/value"),
         skipped_steps=None if skipped is None else int(skipped),
-        weights_mib=run.metrics.get("memory/weights_mib"),
-        optimizer_mib=run.metrics.get("memory/optimizer_mib"),
-        peak_memory_mib=run.metrics.get("memory/peak_mib"),
-        examples_per_second=timed.get(
-            "perf/mean_examples_per_second", timed.get("perf/examples_per_second")
-        ),
-        step_ms=timed.get("perf/mean_step_ms", timed.get("perf/step_ms")),
-        kernels="emulated" if is_emulated else "",
-        converted=run.tags.get("converted", ""),
-        converted_weights=run.tags.get("converted_weights", ""),
-        matrix_work=run.tags.get("matrix_work", ""),
         caveats=list(filter(None, [run.tags.get("caveats", "")])),
-        fused_rounding=run.tags.get("fused_rounding", ""),
+        **values,
         **location,
     )
 

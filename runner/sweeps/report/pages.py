@@ -8,27 +8,27 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from runner.config.resolve import omitted_key_messages
-from runner.modes.result import (
-    FIXED_COLUMNS,
-    METRIC_PREFIX,
-    SETTING_PREFIX,
-    RunResult,
-    setting_values,
-    table_rows,
-)
+from runner.modes.result import RunResult, setting_values, table_columns, table_rows
 from runner.sweeps.report.advice_page import advice_blocks
 from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
 from runner.sweeps.report.conclusion import NO_BASELINE_REASON
 from runner.sweeps.report.settings_grid import settings_blocks
 from runner.sweeps.report.sweep_data import Job, SweepData
-from runner.sweeps.report.wording import OUTCOME_WORDS, cast_notes, common_verdict, join_names
+from runner.sweeps.report.wording import OUTCOME_WORDS, cast_note, common_verdict, join_names
 from runner.sweeps.verdict.answer import CaveatKind
-from runner.sweeps.verdict.compare import BASELINE, MIN_GAIN_ONE_SEED, MIN_GAIN_SEEDS, job_name
+from runner.sweeps.verdict.compare import (
+    BASELINE,
+    MIN_GAIN_ONE_SEED,
+    MIN_GAIN_SEEDS,
+    Comparison,
+    job_name,
+)
 from runner.sweeps.verdict.statistics import ERROR_RATE
 from runner.utils.files import prepare_output, write_text
 from runner.utils.formatting import format_number, format_percent, grouped
@@ -51,7 +51,6 @@ from runner.utils.other_programs import BUSY_SHARE
 from runner.utils.plots import svg_element
 from runner.utils.secrets import redact_values
 
-Row = Mapping[str, object]
 NOTED_CAVEATS = (CaveatKind.FAILED, CaveatKind.UNTRAINED, CaveatKind.BUSY)
 """Caveats in the note of MLflow's parent run."""
 MAX_TITLE_KEYS = 4
@@ -73,12 +72,13 @@ lower bound of a deviation that few seeds measure counts. Worse or better: beyon
 by the same test at {ERROR_RATE:.0%} for all precisions together. Neither: not enough evidence.
 What is tolerated you say: sweep.resume=<folder> advise.max_gap=0.01, in the unit of the quality,
 judges the same jobs anew."""
-SPEED_NOTE = """examples/s of training, without the first block of steps and without evaluations (in
-mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else of
-the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or slower
-where the interval excludes 1 and the median is more than {several:.0%} from it ({single:.0%} with
-one seed), and unclear where other programs kept more than {busy:.0%} of a CPU busy. Not timed where
-one of the jobs took less than a quarter of a second for its steps."""
+SPEED_NOTE = f"""examples/s of training, without the first block of steps and without evaluations
+(in mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else
+of the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or slower
+where the interval excludes 1 and the median is more than {MIN_GAIN_SEEDS:.0%} from it
+({MIN_GAIN_ONE_SEED:.0%} with one seed), and unclear where other programs kept more than
+{BUSY_SHARE:.0%} of a CPU busy. Not timed where one of the jobs took less than a quarter of a second
+for its steps."""
 TWO_SWEEPS_NOTE = f"""the jobs of A and of B are compared with {BASELINE} of A. B's seeds are paired
 with A's where both are the same. Whatever differs between A and B may be the cause of a verdict on
 B."""
@@ -129,7 +129,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
     record = data.answer.record
-    paths += write_rows(table_rows(data.results), folder, {**record.metrics, **record.tags})
+    paths += write_rows(data.results, folder, {**record.metrics, **record.tags})
     if data.gate is not None:
         paths.append(data.gate.write(folder))
     return paths
@@ -170,9 +170,9 @@ def _page_title(data: SweepData) -> str:
     models = _distinct(result.model for result in results)
     data_sets = _distinct(result.data for result in results)
     trained = " on ".join(filter(None, [models, data_sets]))
-    if data.advise_settings and data.advise_settings.mode == "gate":
+    if data.request and data.request.mode == "gate":
         return f"Does this precision train {trained or 'this model'}?"
-    if data.advise_settings:
+    if data.request:
         return f"Which precision for {trained or 'this model'}?"
     keys = swept_keys(results)[:MAX_TITLE_KEYS]
     title = f"Sweep over {' × '.join(keys) or 'one job'}"
@@ -275,7 +275,7 @@ def _detail_blocks(data: SweepData) -> Iterator[Block]:
         yield Heading("Commands")
         yield Commands(data.commands)
     # mode=advise judges by a test of its own, which advice_page explains.
-    if data.advise_settings:
+    if data.request:
         return
     if any(group.finished_count for group in groups):
         yield Heading("How this was compared")
@@ -305,49 +305,86 @@ def report_footnotes(data: SweepData) -> Iterator[tuple[str, str]]:
 
     A report gets the note of a number only if it shows such a number.
     """
-    compared = data.compared
-    finished = [comparison.group for comparison in compared if comparison.group.finished_count]
-    if any(group.quality for group in finished):
-        seeds = {job.seed for group in finished for job in group.jobs if job.seed is not None}
-        yield "Quality", QUALITY_NOTE.format(seeds=", ".join(map(str, sorted(seeds))) or "unknown")
-    if any(group.change for group in finished):
-        yield "Change", CHANGE_NOTE
-    tests = {comparison.difference.test for comparison in compared if comparison.difference} - {""}
-    if tests:
-        # Welch's note names the paired test, too: groups of one report can need either.
-        source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
-        accepted = data.tolerance
-        unit = f"{accepted.deviations:g} × the deviation of {BASELINE}'s seeds (advise.tolerance)"
-        if accepted.max_gap is not None:
-            unit = f"{accepted.max_gap:g} (advise.max_gap)"
-        yield "Verdict", VERDICT_NOTE.format(test=source, accepted=unit)
-    if any(c.speed_ratio for c in compared if not c.is_baseline):
-        limits = {"several": MIN_GAIN_SEEDS, "single": MIN_GAIN_ONE_SEED, "busy": BUSY_SHARE}
-        yield "Speed", SPEED_NOTE.format(**limits)
-    if any(group.sweep for group in finished):
-        yield "Two sweeps", TWO_SWEEPS_NOTE
-    names_by_rounding = grouped(
-        (rounding, group.name)
-        for group in finished
-        for rounding in sorted({job.fused_rounding or "uncompiled" for job in group.jobs})
-    )
-    if names_by_rounding.keys() - {"uncompiled"}:
-        groups = [f"{name}: {', '.join(names)}" for name, names in names_by_rounding.items()]
-        yield "Rounding between fused operations", f"{'; '.join(groups)}. {ROUNDING_NOTE}"
-    # Which keys of the command which precisions ran without.
-    jobs = [job for comparison in compared for job in comparison.group.jobs]
-    pairs = dict.fromkeys(f"{job.precision} {key}" for job in jobs for key in job.left_out)
-    if pairs:
-        yield "Keys", " ".join(omitted_key_messages(list(pairs)))
-    yield from cast_notes(finished)
-    if any(group.is_on_cpu for group in finished):
-        yield "Memory on a CPU", CPU_MEMORY_NOTE
-    if any(group.memory_mib for group in finished if not group.is_on_cpu):
-        yield "Memory on a GPU", GPU_MEMORY_NOTE
+    for footnote in FOOTNOTES:
+        if any(map(footnote.is_shown_by, data.compared)):
+            yield footnote.term, footnote.text(data)
 
 
-def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> list[Path]:
-    """Write rows of table_rows() as report.csv and report.json into a folder; return the paths.
+def _quality_note(data: SweepData) -> str:
+    groups = [comparison.group for comparison in data.compared if comparison.group.finished_count]
+    seeds = {job.seed for group in groups for job in group.jobs if job.seed is not None}
+    return QUALITY_NOTE.format(seeds=", ".join(map(str, sorted(seeds))) or "unknown")
+
+
+def _verdict_note(data: SweepData) -> str:
+    tests = {comparison.difference.test for comparison in data.compared if comparison.difference}
+    # Welch's note names the paired test, too: groups of one report can need either.
+    source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
+    accepted = data.tolerance
+    unit = f"{accepted.deviations:g} × the deviation of {BASELINE}'s seeds (advise.tolerance)"
+    if accepted.max_gap is not None:
+        unit = f"{accepted.max_gap:g} (advise.max_gap)"
+    return VERDICT_NOTE.format(test=source, accepted=unit)
+
+
+def _rounding_note(data: SweepData) -> str:
+    names_by_rounding: dict[str, list[str]] = {}
+    for comparison in data.compared:
+        group = comparison.group
+        roundings = {job.fused_rounding or "uncompiled" for job in group.jobs}
+        for rounding in sorted(roundings) if group.finished_count else ():
+            names_by_rounding.setdefault(rounding, []).append(group.name)
+    groups = [f"{name}: {', '.join(names)}" for name, names in names_by_rounding.items()]
+    return f"{'; '.join(groups)}. {ROUNDING_NOTE}"
+
+
+def _left_out_note(data: SweepData) -> str:
+    pairs = [f"{result.precision} {key}" for result in data.results for key in result.left_out]
+    return " ".join(omitted_key_messages([*dict.fromkeys(pairs)]))
+
+
+class Footnote(NamedTuple):
+    """An explanation under a report of the numbers of one kind.
+
+    Attributes:
+        is_shown_by: whether the report shows such a number of a comparison.
+    """
+
+    term: str
+    is_shown_by: Callable[[Comparison], object]
+    text: Callable[[SweepData], str]
+
+
+FOOTNOTES = (
+    Footnote("Quality", lambda c: c.group.quality, _quality_note),
+    Footnote("Change", lambda c: c.group.change, lambda _: CHANGE_NOTE),
+    Footnote("Verdict", lambda c: c.difference and c.difference.test, _verdict_note),
+    Footnote("Speed", lambda c: c.speed_ratio and not c.is_baseline, lambda _: SPEED_NOTE),
+    Footnote("Two sweeps", lambda c: c.group.sweep, lambda _: TWO_SWEEPS_NOTE),
+    Footnote("Rounding between fused operations", lambda c: c.group.is_compiled, _rounding_note),
+    Footnote("Keys", lambda c: any(job.left_out for job in c.group.jobs), _left_out_note),
+    Footnote(
+        "Autocast",
+        lambda c: any(job.cast_note for job in c.group.jobs),
+        lambda data: cast_note(data.results),
+    ),
+    Footnote(
+        "Memory on a CPU",
+        lambda c: c.group.is_on_cpu and c.group.finished_count,
+        lambda _: CPU_MEMORY_NOTE,
+    ),
+    Footnote(
+        "Memory on a GPU",
+        lambda c: c.group.memory_mib and not c.group.is_on_cpu,
+        lambda _: GPU_MEMORY_NOTE,
+    ),
+)
+
+
+def write_rows(
+    results: Sequence[RunResult], folder: Path, answer: Mapping[str, object] | None = None
+) -> list[Path]:
+    """Write table_rows() as report.csv and report.json into a folder; return the paths.
 
     In CSV None is an empty field. In JSON, which has the meaning of each column and the metrics
     and tags of the answer, too, a number that is not finite is its name.
@@ -355,21 +392,15 @@ def write_rows(rows: Sequence[Row], folder: Path, answer: Row | None = None) -> 
     Raises:
         OSError: the folder cannot be written to.
     """
-    safe_rows = redact_values([dict(row) for row in rows])
-    columns = list(safe_rows[0]) if safe_rows else list(FIXED_COLUMNS)
+    columns = table_columns(results)
+    rows = redact_values(table_rows(results))
     text = io.StringIO()
     # "\n": csv's own "\r\n" would become "\r\r\n" where the platform writes line ends of two.
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, [*columns], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(safe_rows)
-    meanings = dict(FIXED_COLUMNS)
-    for name in columns:
-        if name.startswith(METRIC_PREFIX):
-            meanings[name] = f"last value of {name.removeprefix(METRIC_PREFIX)}"
-        elif name.startswith(SETTING_PREFIX):
-            meanings[name] = f"value of {name.removeprefix(SETTING_PREFIX)} that the command sets"
-    plain = [{name: _json_value(value) for name, value in row.items()} for row in safe_rows]
-    content = {"version": SCHEMA_VERSION, "columns": meanings, "rows": plain, "answer": answer}
+    writer.writerows(rows)
+    plain = [{name: _json_value(value) for name, value in row.items()} for row in rows]
+    content = {"version": SCHEMA_VERSION, "columns": columns, "rows": plain, "answer": answer}
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
         write_text(folder / "report.csv", text.getvalue()),

@@ -40,6 +40,7 @@ from runner.sweeps.sweep_resume import (
     fixing_word,
     resume_command,
 )
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.answer import Answer, AnswerRecord, CaveatKind, Reason, known_caveats
 from runner.sweeps.verdict.compare import (
     BASELINE,
@@ -50,7 +51,6 @@ from runner.sweeps.verdict.compare import (
 )
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
-from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import Difference, Tolerance, Verdict
 from runner.tracking.history import Curve
 from runner.utils.errors import ConfigError
@@ -125,7 +125,7 @@ class SweepData:
         commands: the commands typed, one per machine or process that took part.
         is_stopped: whether a signal ended it before its last job.
         job_count: how many jobs it has, those that never began included; 0 if unknown.
-        advise_settings: of mode=advise; None for a sweep that the user laid out.
+        request: of mode=advise; None for a sweep that the user laid out.
         fetch_failures: artifacts of the store that could not be fetched, and why.
         notes: sentences on the jobs of two sweeps, see join_sweeps.
         busy: share of the processors that other programs kept busy, where jobs trained on a CPU.
@@ -140,7 +140,7 @@ class SweepData:
     sweep_id: str = ""
     is_stopped: bool = False
     job_count: int = 0
-    advise_settings: AdviseSettings | None = None
+    request: AdviseRequest | None = None
     fetch_failures: Sequence[str] = ()
     notes: Sequence[str] = ()
     busy: float = 0.0
@@ -162,9 +162,9 @@ class SweepData:
     @cached_property
     def advice(self) -> Advice | None:
         """Return what mode=advise and mode=gate say of each precision, None for any other sweep."""
-        if self.advise_settings is None:
+        if self.request is None:
             return None
-        return rank_precisions(self.results, self.advise_settings, self.untrained)
+        return rank_precisions(self.results, self.request, self.untrained)
 
     @cached_property
     def gate(self) -> GateVerdict | None:
@@ -276,7 +276,7 @@ class SweepData:
 
     def _record(self) -> AnswerRecord:
         """Return what MLflow's parent run holds of the answer."""
-        sign = self.advice.settings.sign if self.advice else 1
+        sign = self.advice.request.sign if self.advice else 1
         judged = self._judged()
         metrics = {}
         tags = {}
@@ -336,7 +336,7 @@ class SweepData:
         That is one that did not begin, was stopped, or failed for another reason than its numbers.
         """
         # A trial of mode=advise that fails is an answer about its precision.
-        if self.advise_settings:
+        if self.request:
             return self.is_stopped
         # A job that diverged would diverge again.
         repeatable = {result.status for result in self.results if not result.diverged}

@@ -1,11 +1,12 @@
 """Word verdicts, ratios and numbers, for the tables and sentences of reports and of mode=advise."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
+from runner.modes.result import RunResult
+from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import PrecisionVerdict
-from runner.sweeps.verdict.settings import TIMEOUT_WORDS
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.formatting import first_names, format_number, grouped
@@ -187,7 +188,7 @@ def rating_reason(verdict: PrecisionVerdict) -> str:
         )
     attempts = []
     for overrides, gap in verdict.attempted_remedies:
-        loss = f"{verdict.settings.noun} {verdict.settings.sign * gap:+.2g}"
+        loss = f"{verdict.request.noun} {verdict.request.sign * gap:+.2g}"
         attempts.append(f"{overrides} {'did not finish' if math.isnan(gap) else loss}")
     if attempts:
         parts.append(f"tried on one seed: {', '.join(attempts)}")
@@ -198,27 +199,27 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
     """Return the numbers behind a verdict, or what prevented one."""
     group = verdict.group
     test = verdict.test
-    settings = verdict.settings
+    request = verdict.request
     has_no_test = verdict.rating in (Verdict.FAILED, Verdict.UNAVAILABLE, Verdict.DIVERGED)
     if has_no_test and group.reasons:
         return group.reasons[0].split("\n")[0]
     if verdict.rating is Verdict.SLOW:
         step = min(job.steps for job in group.jobs)
-        return f"a trial reached step {step} in {TIMEOUT_WORDS} {settings.baseline}'s time"
+        return f"a trial reached step {step} in {TIMEOUT_WORDS} {request.baseline}'s time"
     if test is None:
         # Any other metric than the loss is the quality of the trials.
-        spread = group.loss if settings.metric == VAL_LOSS else group.quality
-        if spread is None or verdict.name != settings.baseline:
+        spread = group.loss if request.metric == VAL_LOSS else group.quality
+        if spread is None or verdict.name != request.baseline:
             return ""
         seeds = "one seed"
         if spread.sd is not None:
             seeds = f"seeds differ by {format_number(spread.sd)}"
-        return f"{settings.noun} {format_number(spread.mean)}, {seeds}"
+        return f"{request.noun} {format_number(spread.mean)}, {seeds}"
     if test.n < MIN_SEEDS:
-        gap = f"{settings.sign * test.value:+.2g}"
-        return f"{settings.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
-    interval = format_interval(settings.sign * test.value, test.ci_half_width, "+")
-    return f"{settings.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
+        gap = f"{request.sign * test.value:+.2g}"
+        return f"{request.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
+    interval = format_interval(request.sign * test.value, test.ci_half_width, "+")
+    return f"{request.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
 
 
 def health_words(verdict: PrecisionVerdict) -> str:
@@ -254,11 +255,10 @@ def unasked_sentences(groups: Iterable[Group]) -> list[str]:
     return _with_precisions((text, job.precision) for job in jobs for text in job.caveats)
 
 
-def cast_notes(groups: Iterable[Group]) -> Iterator[tuple[str, str]]:
-    """Yield (term, explanation) of casts that followed torch's list for CPUs."""
-    jobs = [job for group in groups for job in group.jobs if job.cast_note]
-    if jobs:
-        yield "Autocast", " ".join(_with_precisions((job.cast_note, job.precision) for job in jobs))
+def cast_note(results: Iterable[RunResult]) -> str:
+    """Return whose casts followed torch's list for CPUs; empty for none."""
+    noted = [(result.cast_note, result.precision) for result in results if result.cast_note]
+    return " ".join(_with_precisions(noted))
 
 
 def _with_precisions(pairs: Iterable[tuple[str, str]]) -> list[str]:

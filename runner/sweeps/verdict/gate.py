@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
-from runner.sweeps.verdict.settings import TIMEOUT_WORDS
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, MeanDifference, Verdict
 from runner.utils.files import write_json
 from runner.utils.formatting import format_number, format_percent
@@ -144,13 +144,13 @@ class GateVerdict:
     @property
     def name(self) -> str:
         """Return the precision with the keys that were typed for it."""
-        overrides = self.advice.settings.overrides.get(self.precision.group.precision, ())
+        overrides = self.advice.request.overrides.get(self.precision.group.precision, ())
         return " ".join([self.precision.name, *overrides])
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of verdict.json; docs/gate.md describes the keys."""
-        settings = self.advice.settings
-        sign = settings.sign
+        request = self.advice.request
+        sign = request.sign
         comparison = self.precision.comparison
         base_losses = self.advice.baseline_losses
         seeds = [
@@ -169,22 +169,22 @@ class GateVerdict:
             "exit_status": self.exit_status,
             "reason": self.reason,
             "precision": self.precision.name,
-            "overrides": list(settings.overrides.get(self.precision.group.precision, ())),
-            "baseline": settings.baseline,
-            "baseline_recorded_in": settings.recorded_in or None,
-            "metric": settings.metric,
-            "direction": settings.direction,
+            "overrides": list(request.overrides.get(self.precision.group.precision, ())),
+            "baseline": request.baseline,
+            "baseline_recorded_in": request.recorded_in or None,
+            "metric": request.metric,
+            "direction": request.direction,
             "gap": last.gap if last else None,
             "gap_half_width": last.half_width if last else None,
             "bar": None if math.isnan(self.bar) else self.bar,
             "bar_lower_bound": None if math.isnan(self.sure_bar) else self.sure_bar,
-            "bar_from": "advise.tolerance" if settings.max_gap is None else "advise.max_gap",
+            "bar_from": "advise.tolerance" if request.max_gap is None else "advise.max_gap",
             "error_rate": ERROR_RATE,
-            "error_rate_of_a_look": look_error_rate(settings.seeds),
+            "error_rate_of_a_look": look_error_rate(request.seeds),
             "looks": [asdict(look) for look in self.looks],
             "seeds": seeds,
-            "max_seeds": settings.seeds,
-            "steps": settings.steps,
+            "max_seeds": request.seeds,
+            "steps": request.steps,
             "speed_ratio": comparison.speed_ratio.value if comparison.speed_ratio else None,
             "memory_ratio": comparison.memory_ratio,
             "device": self.precision.group.device,
@@ -207,20 +207,20 @@ def gate_verdict(advice: Advice) -> GateVerdict | None:
     Returns:
         None for mode=advise, and before the precision that was asked about has a trial.
     """
-    settings = advice.settings
-    if settings.mode != "gate":
+    request = advice.request
+    if request.mode != "gate":
         return None
-    precision = next((v for v in advice.verdicts if v.name != settings.baseline), None)
+    precision = next((v for v in advice.verdicts if v.name != request.baseline), None)
     if precision is None:
         return None
-    bar = settings.accepted.gap(advice.baseline_spread)
-    sure_bar = settings.accepted.certain_gap(advice.baseline_spread, len(advice.baseline_losses))
+    bar = request.accepted.gap(advice.baseline_spread)
+    sure_bar = request.accepted.certain_gap(advice.baseline_spread, len(advice.baseline_losses))
     looks: list[InterimResult] = []
     # The spread of the baseline is unknown below two seeds, and with it a bar in its units.
     if not math.isnan(bar):
         gaps = [*precision.gaps.values()]
         resolution = precision.test.resolution if precision.test else 0.0
-        looks = look_until_decided(gaps, bar, settings.seeds, sure_bar, resolution)
+        looks = look_until_decided(gaps, bar, request.seeds, sure_bar, resolution)
     decision, reason = _decide(precision, looks, bar, sure_bar)
     return GateVerdict(decision, reason, precision, looks, bar, sure_bar, advice)
 
@@ -229,11 +229,11 @@ def _decide(
     precision: PrecisionVerdict, looks: Sequence[InterimResult], bar: float, sure_bar: float
 ) -> tuple[Decision, str]:
     """Return the decision, and the reason for it."""
-    settings = precision.settings
+    request = precision.request
     if precision.rating is Verdict.DIVERGED:
         return "rejected", f"it diverged at step {precision.diverged_step}"
     if precision.rating is Verdict.SLOW:
-        return "undecided", f"it takes {TIMEOUT_WORDS} the time of {settings.baseline}"
+        return "undecided", f"it takes {TIMEOUT_WORDS} the time of {request.baseline}"
     if precision.rating in NOT_TRAINED:
         return "undecided", f"it did not train: {' '.join(precision.group.reasons)}".rstrip(". ")
     if not looks:
@@ -243,11 +243,11 @@ def _decide(
     if precision.rating is Verdict.STALLED and last.decision == "accepted":
         share = format_percent(precision.group.stagnant_share)
         return "undecided", f"the last step moved none of {share} of its weights"
-    gap = f"{settings.sign * last.gap:+.3g} ± {last.half_width:.2g}"
+    gap = f"{request.sign * last.gap:+.3g} ± {last.half_width:.2g}"
     where = {"accepted": "within", "rejected": "beyond", "undecided": "neither side of"}
-    accepted = format_number(settings.sign * (sure_bar if last.decision == "accepted" else bar))
+    accepted = format_number(request.sign * (sure_bar if last.decision == "accepted" else bar))
     reason = (
-        f"its {settings.noun} differs by {gap} from that of {settings.baseline} over "
+        f"its {request.noun} differs by {gap} from that of {request.baseline} over "
         f"{last.seeds} seeds, {where[last.decision]} the bar of {accepted}"
     )
     return last.decision, reason

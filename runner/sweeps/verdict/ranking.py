@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.modes.result import RunResult
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import (
     MAX_STALLED_SHARE,
     Comparison,
@@ -13,7 +14,6 @@ from runner.sweeps.verdict.compare import (
     group_jobs,
     quality_resolution,
 )
-from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
     Difference,
@@ -53,7 +53,7 @@ class PrecisionVerdict:
         diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
-        forecast: an entry of AdviseSettings.memory.
+        forecast: an entry of AdviseRequest.memory.
         attempted_remedies: overrides that exclude modules or keep updates, each with the first
             seed's loss minus the baseline's; NaN if that trial did not finish. Empty if any of them
             is acceptable.
@@ -62,7 +62,7 @@ class PrecisionVerdict:
 
     comparison: Comparison
     rating: Verdict
-    settings: AdviseSettings
+    request: AdviseRequest
     diverged_step: int | None = None
     is_emulated: bool = False
     command: Sequence[str] = ()
@@ -103,11 +103,11 @@ class Advice:
 
     Attributes:
         verdicts: best first.
-        baseline_losses: the baseline's final losses by seed, see AdviseSettings.judged_loss.
+        baseline_losses: the baseline's final losses by seed, see AdviseRequest.judged_loss.
         page: HTML that a notebook shows in place of the advice, made by the caller.
     """
 
-    settings: AdviseSettings
+    request: AdviseRequest
     verdicts: Sequence[PrecisionVerdict]
     baseline_losses: LossBySeed
     page: str = field(default="", repr=False)
@@ -128,48 +128,48 @@ class Advice:
 
 
 def rank_precisions(
-    results: Sequence[RunResult], settings: AdviseSettings, untrained: Sequence[RunResult] = ()
+    results: Sequence[RunResult], request: AdviseRequest, untrained: Sequence[RunResult] = ()
 ) -> Advice:
     """Judge and rank every precision's trials.
 
     Args:
         results: of all trials, those of the search for remedies included.
-        settings: what mode=advise was asked and measured.
+        request: what mode=advise was asked and measured.
         untrained: results whose training loss did not fall: where nothing is learned, precisions do
             not differ, and nothing is judged.
     """
-    recorded = [RunResult.from_json(values) for values in settings.recorded]
+    recorded = [RunResult.from_json(values) for values in request.recorded]
     groups = group_jobs([*results, *recorded])
     trials = [group for group in groups if not _is_search_trial(group)]
     # Trials and recorded results of the baseline may come from different devices.
-    bases = [group for group in trials if group.name == settings.baseline]
+    bases = [group for group in trials if group.name == request.baseline]
     base = bases[0] if bases else None
     base_losses = {}
     for group in bases:
-        base_losses |= _final_losses(group, settings)
-    others = [group for group in trials if group.name != settings.baseline]
-    gaps = [_gaps(group, base_losses, settings) for group in others]
+        base_losses |= _final_losses(group, request)
+    others = [group for group in trials if group.name != request.baseline]
+    gaps = [_gaps(group, base_losses, request) for group in others]
     # Too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(of_group) >= MIN_SEEDS for of_group in gaps)
     # What precisions are judged by may be another metric than the task's quality.
     resolution = 0.0
-    if base and base.metric == settings.metric:
+    if base and base.metric == request.metric:
         resolution = quality_resolution(others, base)
     values = [[*of_group.values()] for of_group in gaps if of_group]
     means = [MeanDifference.of_pairs(of_group, resolution) for of_group in values]
     losses = [*base_losses.values()]
-    tests = iter(non_inferiority_tests(means, losses, settings.accepted, family_size))
+    tests = iter(non_inferiority_tests(means, losses, request.accepted, family_size))
     verdicts = []
     for group, of_group in zip(others, gaps, strict=True):
         test = next(tests) if of_group else None
         jobs = [*group.jobs, *(base.jobs if base else ())]
         if test and any(job in untrained for job in jobs):
             test = replace(test, verdict=Verdict.UNCLEAR)
-        verdict = _verdict(group, base, test, settings)
+        verdict = _verdict(group, base, test, request)
         verdicts.append(replace(verdict, gaps=of_group))
     if base is not None:
         # The baseline is compared with nothing.
-        verdict = _verdict(base, base, None, settings)
+        verdict = _verdict(base, base, None, request)
         if base.finished_count and not verdict.is_failing:
             verdict = replace(verdict, rating=Verdict.BASELINE)
         verdicts.append(verdict)
@@ -177,11 +177,11 @@ def rank_precisions(
     attempts = []
     for group in groups:
         if _is_search_trial(group):
-            losses = _final_losses(group, settings)
+            losses = _final_losses(group, request)
             paired = (loss - base_losses[s] for s, loss in losses.items() if s in base_losses)
             attempts.append((group, next(paired, math.nan)))
     with_attempts = [_add_attempts(verdict, verdicts, attempts) for verdict in verdicts]
-    return Advice(settings, _rank_verdicts(with_attempts, settings.objective), base_losses)
+    return Advice(request, _rank_verdicts(with_attempts, request.objective), base_losses)
 
 
 def _is_search_trial(group: Group) -> bool:
@@ -191,21 +191,21 @@ def _is_search_trial(group: Group) -> bool:
     return is_dropped or any(word.startswith("numerics.") for word in group.settings)
 
 
-def _final_losses(group: Group, settings: AdviseSettings) -> dict[int | None, float]:
+def _final_losses(group: Group, request: AdviseRequest) -> dict[int | None, float]:
     """Return the final losses by seed of the trials that reached their last step."""
     losses = {}
     for job in group.jobs:
         # A trial that hit its time limit finishes early: its loss is not one of the last step.
-        is_whole = job.outcome == "finished" and job.steps >= settings.steps
-        loss = settings.judged_loss(job.metrics)
+        is_whole = job.outcome == "finished" and job.steps >= request.steps
+        loss = request.judged_loss(job.metrics)
         if is_whole and loss is not None:
             losses[job.seed] = loss
     return losses
 
 
-def _gaps(group: Group, base_losses: LossBySeed, settings: AdviseSettings) -> LossBySeed:
+def _gaps(group: Group, base_losses: LossBySeed, request: AdviseRequest) -> LossBySeed:
     """Return the loss minus the baseline's of each seed that both have, in the seeds' order."""
-    losses = _final_losses(group, settings)
+    losses = _final_losses(group, request)
     seeds = sorted(seed for seed in losses if seed is not None and seed in base_losses)
     # The seed that chose a remedy would favour it: it does not judge it.
     if group.settings and losses:
@@ -233,36 +233,36 @@ def _add_attempts(
 
 
 def _verdict(
-    group: Group, base: Group | None, test: Difference | None, settings: AdviseSettings
+    group: Group, base: Group | None, test: Difference | None, request: AdviseRequest
 ) -> PrecisionVerdict:
-    rating = _rating(group, test, settings)
+    rating = _rating(group, test, request)
     diverged_step = None
     if rating is Verdict.DIVERGED:
         diverged = [job for job in group.jobs if job.outcome == "diverged"]
         diverged_step = min(job.diverged_step or job.steps for job in diverged)
-    comparison = replace(compare_two_groups(group, base, settings.busy), difference=test)
+    comparison = replace(compare_two_groups(group, base, request.busy), difference=test)
     if base is not None and base.device != group.device:
         # A recorded baseline of another machine: neither its speed nor its memory compares.
         comparison = replace(comparison, speed_ratio=None, memory_ratio=None)
     elif comparison.speed_ratio is not None and comparison.speed_ratio.n < MIN_SEEDS:
         comparison = replace(comparison, speed_ratio=None)
     precision = group.precision
-    overrides = settings.overrides.get(precision, ())
+    overrides = request.overrides.get(precision, ())
     # What was measured on float32's numbers belongs to the precision without a remedy.
     is_plain = not group.settings
     return PrecisionVerdict(
         comparison,
         rating,
-        settings,
+        request,
         diverged_step,
-        precision in settings.emulated,
-        [*settings.command, f"precision={precision}", *overrides, *group.settings],
-        settings.diagnoses.get(precision, "") if is_plain else "",
-        settings.memory.get(precision) if is_plain else None,
+        precision in request.emulated,
+        [*request.command, f"precision={precision}", *overrides, *group.settings],
+        request.diagnoses.get(precision, "") if is_plain else "",
+        request.memory.get(precision) if is_plain else None,
     )
 
 
-def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> Verdict:
+def _rating(group: Group, test: Difference | None, request: AdviseRequest) -> Verdict:
     """Return the rating of a group, before one is recommended."""
     # A trial that diverged outweighs the test, which sees only the seeds that finished.
     if group.counts.get("unavailable"):
@@ -271,7 +271,7 @@ def _rating(group: Group, test: Difference | None, settings: AdviseSettings) -> 
         return Verdict.DIVERGED
     if group.counts.get("failed") and not group.finished_count:
         return Verdict.FAILED
-    if any(job.status == "finished" and job.steps < settings.steps for job in group.jobs):
+    if any(job.status == "finished" and job.steps < request.steps for job in group.jobs):
         return Verdict.SLOW
     if test is None or test.verdict is Verdict.UNJUDGED:
         return Verdict.UNCLEAR

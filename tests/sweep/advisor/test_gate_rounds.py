@@ -6,20 +6,20 @@ import pytest
 
 from runner.modes.result import RunResult
 from runner.sweeps.advisor.schedule import run_gate_rounds
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import rank_precisions
-from runner.sweeps.verdict.settings import AdviseSettings
 from runner.utils.errors import ConfigError
 
-SETTINGS = AdviseSettings("time", 1.0, 10, 100, 3, "5m", ["python"], mode="gate", max_gap=0.1)
+SETTINGS = AdviseRequest("time", 1.0, 10, 100, 3, "5m", ["python"], mode="gate", max_gap=0.1)
 
 
 def trial(precision: str, seed: int, loss: float, diverged: bool) -> RunResult:
     return RunResult(
-        precision,
-        f"{precision} seed={seed}",
-        f"/{precision}-{seed}",
-        "failed" if diverged else "finished",
+        precision=precision,
+        label=f"{precision} seed={seed}",
+        folder=f"/{precision}-{seed}",
+        status="failed" if diverged else "finished",
         group=precision,
         seed=seed,
         metrics={} if diverged else {"val/loss": loss},

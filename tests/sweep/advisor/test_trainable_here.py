@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runner.precision.registry import supported_precisions
-from runner.sweeps.advisor.request import trainable_here
+from runner.sweeps.advisor.advise_command import trainable_here
 
 CPU = torch.device("cpu")
 PACKED = {"int4", "int8", "nvfp4"}

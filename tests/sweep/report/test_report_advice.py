@@ -13,15 +13,15 @@ from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import health_words, reason_sentence
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.answer import Answer
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
-from runner.sweeps.verdict.settings import AdviseSettings
 from runner.sweeps.verdict.statistics import Ratio
 from runner.tracking.metric_names import VAL_LOSS
 from runner.utils.markup import to_markdown
 
-ASKED = AdviseSettings("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
+ASKED = AdviseRequest("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
 NOISE = (0.0, 0.01, -0.01, 0.02, -0.02)
 
 
@@ -48,7 +48,7 @@ def changed(jobs: list[RunResult], **values: object) -> list[RunResult]:
     return [replace(job, **values) for job in jobs]
 
 
-def asked(*groups: list[RunResult], question: AdviseSettings = ASKED) -> Advice:
+def asked(*groups: list[RunResult], question: AdviseRequest = ASKED) -> Advice:
     return rank_precisions([job for group in groups for job in group], question)
 
 
@@ -67,7 +67,7 @@ def outcomes(advice: Advice) -> dict[str, str]:
 def test_the_answer_in_mlflow_is_the_one_that_was_judged(mode: str) -> None:
     question = replace(ASKED, mode=mode, max_gap=0.1 if mode == "gate" else None)
     jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
-    data = SweepData([Job(job) for job in jobs], advise_settings=question)
+    data = SweepData([Job(job) for job in jobs], request=question)
     metrics, tags, _ = data.answer.record
     gate = gate_verdict(data.advice) if data.advice and mode == "gate" else None
     if gate is not None:
@@ -261,7 +261,7 @@ def test_health_names_overflows_the_loss_scale_and_stagnant_weights() -> None:
 
 def test_the_report_has_the_next_command_and_the_method(tmp_path: Path) -> None:
     jobs = [Job(job) for job in [*BASE, *trials("bf16-mixed", 0.001, 150.0)]]
-    paths = write_report(SweepData(jobs, ["mode=advise"], advise_settings=ASKED), tmp_path)
+    paths = write_report(SweepData(jobs, ["mode=advise"], request=ASKED), tmp_path)
     text = paths[0].read_text()
     assert text.startswith("# Which precision for mlp?")
     assert "python -m runner model=mlp precision=bf16-mixed" in text
@@ -280,12 +280,12 @@ def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path
         memory={"a": {"peak_mib": 12.5, "largest_batch": 64}},
     )
     question.write(tmp_path)
-    assert AdviseSettings.read(tmp_path) == question
+    assert AdviseRequest.read(tmp_path) == question
     (tmp_path / "advise.json").write_text("{]")
-    assert AdviseSettings.read(tmp_path) is None
-    assert AdviseSettings.read(tmp_path / "none") is None
-    assert AdviseSettings.from_json({"objective": 3}) is None
-    assert AdviseSettings.from_json({**asdict(ASKED), "memory": {"a": "12.5 64"}}) is None
+    assert AdviseRequest.read(tmp_path) is None
+    assert AdviseRequest.read(tmp_path / "none") is None
+    assert AdviseRequest.from_json({"objective": 3}) is None
+    assert AdviseRequest.from_json({**asdict(ASKED), "memory": {"a": "12.5 64"}}) is None
 
 
 def test_no_speed_is_compared_where_one_trial_was_too_short_for_it() -> None:
@@ -324,9 +324,9 @@ def test_a_loss_scale_that_begins_too_high_has_a_remedy() -> None:
 
 def test_advise_and_gate_draw_the_intervals_of_their_tests() -> None:
     jobs = [*BASE, *trials("bf16-mixed", 0.001)]
-    advise = SweepData([Job(job) for job in jobs], advise_settings=ASKED)
+    advise = SweepData([Job(job) for job in jobs], request=ASKED)
     (test,) = (verdict.test for verdict in advise.advice.verdicts if verdict.test)
-    gate = replace(advise, advise_settings=replace(ASKED, mode="gate", max_gap=0.0001))
+    gate = replace(advise, request=replace(ASKED, mode="gate", max_gap=0.0001))
     looks = gate_verdict(gate.advice).looks
     for data, rows in (
         (advise, {"bf16-mixed": (test.value, test.ci_half_width)}),
@@ -366,7 +366,7 @@ def test_nothing_is_judged_where_nothing_was_learned() -> None:
 def test_python_gets_the_answer_that_the_command_prints(mode: str) -> None:
     question = replace(ASKED, mode=mode, max_gap=0.1)
     jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
-    text = SweepData([Job(job) for job in jobs], advise_settings=question).answer.text
+    text = SweepData([Job(job) for job in jobs], request=question).answer.text
     start = {"advise": "Use bf16-mixed: 1.50 × as fast as", "gate": "bf16-mixed is accepted: "}
     assert text.startswith(start[mode])
 

@@ -163,7 +163,7 @@ def test_the_figure_has_a_chart_for_each_kind_of_curve():
 
 def test_nothing_trained_makes_no_figure():
     evaluated = job(trained_in="32-true")
-    failed = Job(RunResult("b", "b", "/x", "failed"))
+    failed = Job(RunResult(precision="b", label="b", folder="/x", status="failed"))
     for jobs in ([], [evaluated], [failed], [Job(job().result)]):
         assert overview_figure(SweepData(jobs)) is None
         assert chart_figures(SweepData(jobs)) == []

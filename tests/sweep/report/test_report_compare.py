@@ -350,7 +350,10 @@ CONCLUSIONS = {
         "No job finished with a finite result. Failed: b; unavailable here: c.",
     ),
     "no job": ([], "No job wrote a result."),
-    "no quality": ([RunResult("b", "b", "/x")], "Nothing was trained or evaluated."),
+    "no quality": (
+        [RunResult(precision="b", label="b", folder="/x")],
+        "Nothing was trained or evaluated.",
+    ),
     "three names and the number of the rest": (
         [finished("32-true"), *(lost(f"p{i}") for i in range(6))],
         f"{ONLY_BASELINE} Failed: p0, p1, p2 and 3 more.",

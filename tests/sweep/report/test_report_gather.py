@@ -55,7 +55,13 @@ def sweep(tmp_path):
     command = ["python", "-m", "runner", "-m", "precision.keep_fp32=[a b]"]
     (folder / "sweep.json").write_text(json.dumps({"id": "s", "overrides": [], "command": command}))
     replace(DONE, folder=str(folder / "0")).write(folder / "0")
-    RunResult("64-true", "64-true", str(folder / "1"), "failed", "a | b").write(folder / "1")
+    RunResult(
+        precision="64-true",
+        label="64-true",
+        folder=str(folder / "1"),
+        status="failed",
+        error="a | b",
+    ).write(folder / "1")
     (folder / "2").mkdir()
     return folder
 
@@ -167,8 +173,8 @@ def test_a_run_without_a_result_is_compared_by_the_quality_of_its_task(metric, t
 
 def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatch):
     monkeypatch.setattr(Reader, "artifact", lambda *_: b"PK\x03\x04 truncated")
-    content = {"results": [asdict(DONE)], "requested_jobs": 1}
-    monkeypatch.setattr(load, "_stored_lists", lambda *_: [content])
+    facts = load.JobFacts(results=[asdict(DONE)], requested_jobs=1)
+    monkeypatch.setattr(load, "_stored_lists", lambda *_: [facts])
     monkeypatch.setattr(load, "result_of_run", lambda _, run: replace(DONE, run_id=run.run_id))
     reader = Reader(stored[0])
     jobs = load_from_store(reader, reader.run(stored[1])).jobs
@@ -252,7 +258,13 @@ def job(precision, group, *overrides, seed=0):
     label = f"{group} seed={seed}"
     settings = group.split()[1:]
     return RunResult(
-        precision, label, "", overrides=typed, group=group, settings=settings, seed=seed
+        precision=precision,
+        label=label,
+        folder="",
+        overrides=typed,
+        group=group,
+        settings=settings,
+        seed=seed,
     )
 
 
@@ -269,7 +281,9 @@ def test_joined_jobs_are_named_by_what_differs():
         *(job("32-true", "32-true", *mlp[:2], seed=s) for s in (0, 1)),
         job("16-mixed", "16-mixed mlp digits", *reversed(mlp)),
         job("16-mixed", "16-mixed", "train.max_steps=2", "model=resnet", "data.root=/b", seed=1),
-        RunResult("", "job 3", "", "failed", "died without a result"),
+        RunResult(
+            precision="", label="job 3", folder="", status="failed", error="died without a result"
+        ),
     ]
     named = [(r.group, r.label) for r in with_unique_names(jobs)]
     words = "model=mlp train.max_steps=60"

@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 from job_results import finished, lost
 
-from runner.modes.result import RunResult, table_rows
-from runner.sweeps.report.pages import FIXED_COLUMNS, write_report, write_rows
+from runner.modes.result import RunResult, table_columns, table_rows
+from runner.sweeps.report.pages import write_report, write_rows
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 
 DONE = RunResult(
-    "16-mixed",
-    "16-mixed optimizer.lr=0.1 seed=1",
-    "outputs/sweeps/x/3",
+    precision="16-mixed",
+    label="16-mixed optimizer.lr=0.1 seed=1",
+    folder="outputs/sweeps/x/3",
     overrides=("precision=16-mixed", "+optimizer.lr=1e-1", "seed=1", "tracking.uri=sqlite:///x"),
     group="16-mixed optimizer.lr=0.1",
     seed=1,
@@ -28,7 +28,14 @@ DONE = RunResult(
     metrics={"val/loss": 1 / 3, "val/iou": math.inf},
     left_out=["precision.a", "precision.b"],
 )
-FAILED = RunResult("64-true", "64-true", "/x/4", "failed", 'a, "b"\nc_d', ["model=a,b"])
+FAILED = RunResult(
+    precision="64-true",
+    label="64-true",
+    folder="/x/4",
+    status="failed",
+    error='a, "b"\nc_d',
+    overrides=["model=a,b"],
+)
 
 BOTH = SweepData([Job(DONE), Job(FAILED)])
 
@@ -36,7 +43,7 @@ BOTH = SweepData([Job(DONE), Job(FAILED)])
 def test_a_row_has_the_fixed_columns_then_metrics_then_settings():
     first, second = table_rows(BOTH.results)
     own = ["metric.val/loss", "metric.val/iou", "set.optimizer.lr", "set.model"]
-    assert list(first) == list(second) == [*FIXED_COLUMNS, *own]
+    assert list(first) == list(second) == [*table_columns([]), *own]
     assert (first["job"], first["seed"], first["precision"]) == (3, 1, "16-mixed")
     assert (first["quality_value"], first["set.optimizer.lr"]) == (1 / 3, 0.1)
     assert first["left_out"] == "precision.a precision.b"
@@ -45,8 +52,7 @@ def test_a_row_has_the_fixed_columns_then_metrics_then_settings():
 
 
 def test_csv_and_json_hold_every_digit_and_any_text(tmp_path):
-    rows = table_rows(BOTH.results)
-    csv_path, json_path = write_rows(rows, tmp_path)
+    csv_path, json_path = write_rows(BOTH.results, tmp_path)
     with csv_path.open(newline="") as file:
         read = list(csv.DictReader(file))
     assert float(read[0]["metric.val/loss"]) == 1 / 3
@@ -56,7 +62,7 @@ def test_csv_and_json_hold_every_digit_and_any_text(tmp_path):
     assert content["rows"][0]["metric.val/loss"] == 1 / 3
     assert content["rows"][0]["metric.val/iou"] == "inf"
     assert content["rows"][1]["quality_value"] is None
-    assert set(content["columns"]) == set(rows[0])
+    assert set(content["columns"]) == set(table_columns(BOTH.results))
 
 
 @pytest.mark.parametrize("direction", ["max", "min"])
@@ -90,14 +96,14 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
 
 
 def test_a_sweep_without_jobs_has_the_names_of_the_columns(tmp_path):
-    csv_path, json_path = write_rows(table_rows([]), tmp_path)
-    assert csv_path.read_text() == ",".join(FIXED_COLUMNS) + "\n"
+    csv_path, json_path = write_rows([], tmp_path)
+    assert csv_path.read_text() == ",".join(table_columns([])) + "\n"
     assert json.loads(json_path.read_text())["rows"] == []
 
 
 def test_a_secret_in_a_jobs_texts_is_in_no_table(tmp_path):
     leaked = replace(FAILED, error="cannot reach https://me:hunter22@host")
-    for path in write_rows(table_rows([leaked]), tmp_path):
+    for path in write_rows([leaked], tmp_path):
         assert "hunter22" not in path.read_text()
 
 

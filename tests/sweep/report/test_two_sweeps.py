@@ -137,9 +137,9 @@ def test_a_sweep_without_jobs_is_refused():
 def test_settings_are_read_from_whatever_a_folder_holds(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"id": "s", "command": ["x"]}))
     for number, config in enumerate(["a: {b: [1, x], c: {}}\n", "{damaged"]):
-        folder = RunResult("32-true", "a", str(tmp_path / str(number))).write(
-            tmp_path / str(number)
-        )
+        folder = RunResult(
+            precision="32-true", label="a", folder=str(tmp_path / str(number))
+        ).write(tmp_path / str(number))
         (folder.parent / "config.yaml").write_text(config)
     (tmp_path / "0" / "environment.json").write_text(
         '{"packages": {"torch": "2"}, "git_commit": "c"}'

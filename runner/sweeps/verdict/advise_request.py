@@ -27,7 +27,7 @@ EMULATED_STEP_TIME_RATIO = 5.0
 
 
 @dataclass(frozen=True)
-class AdviseSettings:
+class AdviseRequest:
     """Settings of a command with mode=advise or mode=gate, and what it measured besides its trials.
 
     The names of its fields are the keys of advise.json.
@@ -115,7 +115,7 @@ class AdviseSettings:
         ]
 
     @classmethod
-    def from_json(cls, values: object) -> "AdviseSettings | None":
+    def from_json(cls, values: object) -> "AdviseRequest | None":
         """Return the settings that parsed JSON holds, None if it does not hold settings.
 
         Args:
@@ -127,7 +127,7 @@ class AdviseSettings:
             return None
 
     @classmethod
-    def read(cls, folder: Path) -> "AdviseSettings | None":
+    def read(cls, folder: Path) -> "AdviseRequest | None":
         """Return the settings in a sweep's folder, None for a sweep of another mode."""
         # A report of a sweep is made even where its advise.json is damaged.
         with suppress(OSError, ValueError):

@@ -5,7 +5,7 @@ Everything that cannot be compared is refused here, before the first trial.
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
 from runner.config.messages import option_hint
-from runner.config.overrides import PRECISION_ALIASES, as_typed, path_exists
+from runner.config.overrides import PRECISION_ALIASES, as_typed, override_key, path_exists
 from runner.config.resolve import resolve_spec
 from runner.config.room import spec_problems
 from runner.config.schema import AdviseSpec, RunSpec
@@ -41,6 +41,7 @@ from runner.sweeps.report.load import (
 from runner.sweeps.report.rebuild import existing_store, find_parent_run
 from runner.sweeps.report.sweep_data import Job, JobSettings, flat_config
 from runner.sweeps.report.wording import join_names
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import BASELINE
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError, refuse
@@ -208,40 +209,29 @@ _TRIAL_KEYS = (
 
 
 @dataclass(frozen=True)
-class AdviseRequest:
-    """The parts of a command with mode=advise or mode=gate.
+class AdviseCommand:
+    """A command with mode=advise or mode=gate: what it asks, and how its trials run.
 
     Attributes:
+        request: without what the first trial measures.
         spec: resolved, with the baseline's precision or the one that was typed.
         device: that trials run on.
         overrides: the user's, without those of precision, seed, mode and advise.
-        command: words of a command, without precision and mode, that trains the config.
         precisions: to try, the baseline first.
         recorded: results of the run or sweep that advise.baseline names; none for a precision.
-        precision_overrides: further overrides of each precision.
-        emulated_precisions: precisions that this machine emulates.
-        missing_precisions: precisions that this machine lacks, with the reason.
         config_dir: the user's configs, among them further precisions; None without --config-dir.
     """
 
+    request: AdviseRequest
     spec: RunSpec
     device: torch.device
     overrides: Sequence[str]
-    command: Sequence[str]
     precisions: Sequence[str]
-    precision_overrides: Mapping[str, Sequence[str]]
-    emulated_precisions: Sequence[str]
-    missing_precisions: Mapping[str, str]
-    config_dir: Path | None = None
     recorded: Sequence[RunResult] = ()
-
-    @property
-    def baseline(self) -> str:
-        """Return the precision that others are compared with."""
-        return self.precisions[0]
+    config_dir: Path | None = None
 
     @classmethod
-    def from_config(cls, config: DictConfig) -> "AdviseRequest":
+    def from_config(cls, config: DictConfig) -> "AdviseCommand":
         """Read the config of a sweep with mode=advise.
 
         Raises:
@@ -266,37 +256,42 @@ class AdviseRequest:
         chosen = typed or [*trainable_here(spec, emulated, supported, config_dir)]
         missing = {row.name: row.why for row in supported if row.why and row.name not in chosen}
         # A precision, or else a run or sweep, whose precision it is then.
-        baseline = PRECISION_ALIASES.get(
-            spec.section(AdviseSpec).baseline, spec.section(AdviseSpec).baseline
-        )
+        asked = spec.section(AdviseSpec)
+        baseline = PRECISION_ALIASES.get(asked.baseline, asked.baseline)
         recorded: Sequence[RunResult] = ()
         if baseline not in precision_names(config_dir):
-            recorded = read_recorded_baseline(spec.section(AdviseSpec).baseline, spec, chosen)
+            recorded = read_recorded_baseline(asked.baseline, spec, chosen)
             baseline = recorded[0].precision
         precisions = _with_baseline(chosen, baseline, spec.mode)
         fitting = {}
         for name in precisions:
-            fitting[name] = [*_fitting_extras(name, extras, name in emulated, config_dir)]
-        if spec.mode == "gate":
-            # They belong to the precision that is asked about.
-            fitting[baseline] = []
+            # With mode=gate they belong to the precision that is asked about.
+            is_asked = spec.mode != "gate" or name != baseline
+            own = _fitting_extras(name, extras, name in emulated, config_dir) if is_asked else ()
+            fitting[name] = [*own]
         _check_extras(extras, fitting)
         lines = [(o, o.input_line) for o in overrides if o.input_line]
         user = [line for o, line in lines if _group(o) not in _SCHEDULED_GROUPS]
         seed = [line for o, line in lines if o.get_key_element() == "seed"]
-        return cls(
-            spec=spec,
-            device=device,
-            overrides=user,
+        request = AdviseRequest(
+            asked.objective,
+            asked.tolerance,
+            steps=asked.steps or 0,
+            seconds=0,
+            seeds=asked.seeds,
+            budget=asked.budget,
             # As typed: the mark of a new key is the program's own.
             command=[*_command_words(config, config_dir), *map(as_typed, user), *seed],
-            precisions=precisions,
-            precision_overrides=fitting,
-            emulated_precisions=[name for name in precisions if name in emulated],
-            missing_precisions={} if typed else missing,
-            config_dir=config_dir,
-            recorded=recorded,
+            emulated=[name for name in precisions if name in emulated],
+            overrides={name: words for name, words in fitting.items() if words},
+            unavailable={} if typed else missing,
+            mode="gate" if spec.mode == "gate" else "advise",
+            baseline=baseline,
+            max_gap=asked.max_gap,
+            recorded=[asdict(result) for result in recorded],
+            recorded_in=asked.baseline if recorded else "",
         )
+        return cls(request, spec, device, user, precisions, recorded, config_dir)
 
     def trial_seeds(self, count: int) -> list[int]:
         """Return the first seeds of trials: those of a recorded baseline, then further ones."""
@@ -312,7 +307,8 @@ class AdviseRequest:
     def takes_update_rule(self, name: str) -> bool:
         """Return whether a precision loses updates and has the key update, which was not typed."""
         precision = self.load_precision(name)
-        is_typed = any("precision.update=" in word for word in self.precision_overrides[name])
+        own = self.request.overrides.get(name, ())
+        is_typed = any(override_key(word) == "precision.update" for word in own)
         has_update = "update" in precision_config(name, self.config_dir)
         return precision.loses_updates and has_update and not is_typed
 
@@ -333,7 +329,7 @@ class AdviseRequest:
         """
         dropped = _TRIAL_KEYS if is_tracked else (*_TRIAL_KEYS, "tracking")
         user = [word for word in self.overrides if not word.lstrip("+~").startswith(dropped)]
-        extra = self.precision_overrides.get(precision, ())
+        extra = self.request.overrides.get(precision, ())
         advisor = ["mode=train", f"precision={precision}", *extra, f"seed={seed}", *_NO_CHECKPOINTS]
         tracking = []
         if not is_tracked:
