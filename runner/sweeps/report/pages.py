@@ -74,8 +74,8 @@ What is tolerated you say: sweep.resume=<folder> advise.max_gap=0.01, in the uni
 judges the same jobs anew."""
 SPEED_NOTE = f"""examples/s of training, without the first block of steps and without evaluations
 (in mode=evaluate, of the evaluation); the median of the seeds' ratios where the seeds match, else
-of the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or slower
-where the interval excludes 1 and the median is more than {MIN_GAIN_SEEDS:.0%} from it
+of the medians, with the 95 % interval over seeds (t test of the logarithms). Called faster or
+slower where the interval excludes 1 and the median is more than {MIN_GAIN_SEEDS:.0%} from it
 ({MIN_GAIN_ONE_SEED:.0%} with one seed), and unclear where other programs kept more than
 {BUSY_SHARE:.0%} of a CPU busy. Not timed where one of the jobs took less than a quarter of a second
 for its steps."""
