@@ -31,7 +31,7 @@ def job_label(sweep: Path, name: str) -> Callable[[], str]:
     ended = _ended_results(sweep)
     job_seconds = _mean_job_seconds(sweep, manifest.jobs_at_once, ended)
     # Short: a terminal of 80 columns has the bar, too.
-    place = _place(manifest, len(ended) + 1).replace(" of at most ", "/").replace(" of ", "/")
+    place = _place(manifest, len(ended) + 1, "/", "/")
     began_ms = now_ms()
 
     def label() -> str:
@@ -139,13 +139,15 @@ def _mean_job_seconds(sweep: Path, places: int, ended: Sequence[RunResult]) -> f
     return fmean(seconds[-RECENT_JOBS:]) if seconds else 0.0
 
 
-def _place(manifest: Manifest, number: int) -> str:
+def _place(
+    manifest: Manifest, number: int, of: str = " of ", of_at_most: str = " of at most "
+) -> str:
     """Return which one of the sweep's jobs or trials the next one to end is."""
     if manifest.budget_end_ms:
-        bound = f" of at most {manifest.max_trials}" if manifest.max_trials else ""
+        bound = f"{of_at_most}{manifest.max_trials}" if manifest.max_trials else ""
         return f"trial {number}{bound}"
     jobs = str(manifest.jobs or "")
-    return f"job {number:>{len(jobs)}} of {jobs}" if jobs else f"job {number}"
+    return f"job {number:>{len(jobs)}}{of}{jobs}" if jobs else f"job {number}"
 
 
 def _seconds_left(

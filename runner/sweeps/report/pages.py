@@ -307,7 +307,8 @@ def report_footnotes(data: SweepData) -> Iterator[tuple[str, str]]:
     """
     for footnote in FOOTNOTES:
         if any(map(footnote.is_shown_by, data.compared)):
-            yield footnote.term, footnote.text(data)
+            text = footnote.text
+            yield footnote.term, text if isinstance(text, str) else text(data)
 
 
 def _quality_note(data: SweepData) -> str:
@@ -352,15 +353,15 @@ class Footnote(NamedTuple):
 
     term: str
     is_shown_by: Callable[[Comparison], object]
-    text: Callable[[SweepData], str]
+    text: str | Callable[[SweepData], str]
 
 
 FOOTNOTES = (
     Footnote("Quality", lambda c: c.group.quality, _quality_note),
-    Footnote("Change", lambda c: c.group.change, lambda _: CHANGE_NOTE),
+    Footnote("Change", lambda c: c.group.change, CHANGE_NOTE),
     Footnote("Verdict", lambda c: c.difference and c.difference.test, _verdict_note),
-    Footnote("Speed", lambda c: c.speed_ratio and not c.is_baseline, lambda _: SPEED_NOTE),
-    Footnote("Two sweeps", lambda c: c.group.sweep, lambda _: TWO_SWEEPS_NOTE),
+    Footnote("Speed", lambda c: c.speed_ratio and not c.is_baseline, SPEED_NOTE),
+    Footnote("Two sweeps", lambda c: c.group.sweep, TWO_SWEEPS_NOTE),
     Footnote("Rounding between fused operations", lambda c: c.group.is_compiled, _rounding_note),
     Footnote("Keys", lambda c: any(job.left_out for job in c.group.jobs), _left_out_note),
     Footnote(
@@ -369,14 +370,10 @@ FOOTNOTES = (
         lambda data: cast_note(data.results),
     ),
     Footnote(
-        "Memory on a CPU",
-        lambda c: c.group.is_on_cpu and c.group.finished_count,
-        lambda _: CPU_MEMORY_NOTE,
+        "Memory on a CPU", lambda c: c.group.is_on_cpu and c.group.finished_count, CPU_MEMORY_NOTE
     ),
     Footnote(
-        "Memory on a GPU",
-        lambda c: c.group.memory_mib and not c.group.is_on_cpu,
-        lambda _: GPU_MEMORY_NOTE,
+        "Memory on a GPU", lambda c: c.group.memory_mib and not c.group.is_on_cpu, GPU_MEMORY_NOTE
     ),
 )
 
