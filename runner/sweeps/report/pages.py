@@ -362,7 +362,11 @@ FOOTNOTES = (
     Footnote("Verdict", lambda c: c.difference and c.difference.test, _verdict_note),
     Footnote("Speed", lambda c: c.speed_ratio and not c.is_baseline, SPEED_NOTE),
     Footnote("Two sweeps", lambda c: c.group.sweep, TWO_SWEEPS_NOTE),
-    Footnote("Rounding between fused operations", lambda c: c.group.is_compiled, _rounding_note),
+    Footnote(
+        "Rounding between fused operations",
+        lambda c: any(job.fused_rounding for job in c.group.jobs),
+        _rounding_note,
+    ),
     Footnote("Keys", lambda c: any(job.left_out for job in c.group.jobs), _left_out_note),
     Footnote(
         "Autocast",

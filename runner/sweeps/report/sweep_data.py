@@ -197,6 +197,7 @@ class SweepData:
         """Return the answer of a sweep that the user laid out."""
         compared = self.compared
         groups = [comparison.group for comparison in compared]
+        is_on_cpu = any(group.is_on_cpu for group in groups)
         caveats = known_caveats(
             {
                 CaveatKind.FAILED: failure_sentence(compared, self._missing_jobs_clause()),
@@ -205,7 +206,7 @@ class SweepData:
                 CaveatKind.NOT_AS_ASKED: unasked_sentences(groups),
                 CaveatKind.STAGNANT: stagnation_sentence(groups),
                 CaveatKind.ROUTERS: self._flips_sentence(),
-                CaveatKind.BUSY: busy_sentence(self.busy) if self._is_on_cpu else "",
+                CaveatKind.BUSY: busy_sentence(self.busy if is_on_cpu else 0.0),
             }
         )
         statuses = [result.status for result in self.results]
@@ -341,10 +342,6 @@ class SweepData:
         # A job that diverged would diverge again.
         repeatable = {result.status for result in self.results if not result.diverged}
         return self.is_stopped or self.lacks_jobs or bool(repeatable & {"failed", "stopped"})
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        return any(result.is_on_cpu for result in self.results)
 
     def _missing_jobs_clause(self) -> str:
         """Return a clause on the jobs that did not begin; empty if every job began."""

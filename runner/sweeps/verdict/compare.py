@@ -124,11 +124,6 @@ class Group:
         return any(job.is_on_cpu for job in self.jobs)
 
     @property
-    def is_compiled(self) -> bool:
-        """Return whether torch.compile fused operations of a job that ended."""
-        return self.finished_count > 0 and any(job.fused_rounding for job in self.jobs)
-
-    @property
     def stagnant_share(self) -> float:
         """Return the largest share of its jobs' weights that the last step before an evaluation
         left where they were, 0 to 1."""
