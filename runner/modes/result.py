@@ -6,7 +6,7 @@ The names of the columns are an interface that docs/sweeps.md lists: add names, 
 import html
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,25 +48,17 @@ UNTRIED: tuple[Status, ...] = ("unavailable", "refused")
 """Of jobs that could not begin: this machine lacks what they need, or their config is refused."""
 
 
-def fact(
-    meaning: str = "",
-    default: Any = None,
-    *,
-    column: str = "",
-    value: "Callable[[RunResult], object] | None" = None,
-    stored: str = "",
-) -> Any:
+def fact(meaning: str = "", default: Any = None, *, column: str = "", stored: str = "") -> Any:
     """Return a field of RunResult: everything that is known of one fact.
 
     Args:
         meaning: of the fact's column in a table of results; empty for a fact without one.
         default: value where the fact is not known, or the type of an empty collection.
-        column: name of the column; empty for that of the field.
-        value: makes the column's cell; None takes the field.
+        column: of the fact, an attribute of RunResult; empty for the field itself.
         stored: tag or metric of MLflow that holds the fact, for a run without a result.json; the
             last one that the run has.
     """
-    metadata = {"meaning": meaning, "column": column, "value": value, "stored": stored}
+    metadata = {"meaning": meaning, "column": column, "stored": stored}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -111,9 +103,7 @@ class RunResult:
     seed: int | None = fact("seed; null if unknown")
     overrides: Sequence[str] = ()
     status: Status = fact("finished, failed, unavailable, refused or stopped", "finished")
-    diverged: bool = fact(
-        "the status, or diverged", False, column="outcome", value=lambda result: result.outcome
-    )
+    diverged: bool = fact("the status, or diverged", False, column="outcome")
     error: str = fact("why the job did not finish", "", stored="error")
     model: str = fact("name of the model", "", stored="model")
     data: str = fact("name of the data", "", stored="data")
@@ -123,12 +113,7 @@ class RunResult:
     direction: Literal["max", "min"] = fact(
         "max if a greater quality is better, min if a smaller one is", "max"
     )
-    metrics: dict[str, float] = fact(
-        "last value of the quality",
-        dict,
-        column="quality_value",
-        value=lambda result: result.metrics.get(result.quality),
-    )
+    metrics: dict[str, float] = fact("last value of the quality", dict, column="quality_value")
     best: float | None = fact("best value of the quality", column="quality_best")
     train_loss: float | None = fact("last training loss", stored="train/loss")
     steps: int = fact("optimizer steps that ran", 0)
@@ -176,9 +161,7 @@ class RunResult:
     trained_in: str = fact("precision that trained the checkpoint, of mode=evaluate", "")
     as_trained: dict[str, float] = fact(default=dict)
     left_out: list[str] = fact(
-        "keys that the sweep sets and the precision does not take, separated by spaces",
-        list,
-        value=lambda result: " ".join(result.left_out),
+        "keys that the sweep sets and the precision does not take, separated by spaces", list
     )
     folder: str = fact("folder of the job", MISSING, stored="output_dir")
     run_id: str | None = fact("id of the job's run in MLflow")
@@ -193,10 +176,15 @@ class RunResult:
         return self.metrics.get(self.quality, float("nan"))
 
     @property
+    def quality_value(self) -> float | None:
+        """Return the last quality, None without one."""
+        return self.metrics.get(self.quality)
+
+    @property
     def outcome(self) -> str:
         """Return the status; "diverged" where a guard stopped the run or a number is not finite."""
         # The loss counts, too: an accuracy stays a number when the loss is NaN.
-        values = [self.metrics.get(self.quality), self.metrics.get(VAL_LOSS)]
+        values = [self.quality_value, self.metrics.get(VAL_LOSS)]
         known = [value for value in values if value is not None]
         if not known:
             known = [self.train_loss or 0.0]
@@ -418,8 +406,8 @@ def table_rows(results: Sequence[RunResult]) -> list[dict[str, object]]:
         number = Path(result.folder).name
         row: dict[str, object] = {"job": int(number) if number.isdecimal() else None}
         for name, each in FIXED_COLUMNS.items():
-            value = each.metadata["value"]
-            row[name] = value(result) if value else getattr(result, each.name)
+            value = getattr(result, name, getattr(result, each.name))
+            row[name] = " ".join(value) if isinstance(value, list) else value
         for name, number in result.metrics.items():
             row[f"{METRIC_PREFIX}{name}"] = number
         for key, text in setting_values(result).items():
@@ -475,7 +463,7 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
         if change is not None:
             before = format_number(result.as_trained[name])
             rows.append(("  as trained", f"{before} in {result.trained_in}; change {change:+.4g}"))
-    if result.best is not None and result.best != result.metrics.get(result.quality):
+    if result.best is not None and result.best != result.quality_value:
         rows.append((f"best {result.quality}", format_number(result.best)))
     rows += [
         ("steps", str(result.steps)),

@@ -249,7 +249,7 @@ COLUMNS = (
     ),
     Column(
         "quality",
-        job=lambda job, _: job.metrics.get(job.quality),
+        job=lambda job, _: job.quality_value,
         group=_group_quality,
         title=lambda facts: facts.quality,
     ),

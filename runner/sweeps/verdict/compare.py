@@ -194,7 +194,7 @@ def _group(
         device,
         tuple(jobs),
         Counter(job.outcome for job in jobs),
-        quality=Spread.of_values(job.metrics.get(job.quality) for job in complete),
+        quality=Spread.of_values(job.quality_value for job in complete),
         loss=Spread.of_values(job.metrics.get(VAL_LOSS) for job in complete),
         change=Spread.of_values(
             change_since_training(job.quality, job, sweep_results) for job in complete
