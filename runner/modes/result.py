@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.config.annotations import dataclass_fields_from_json
-from runner.config.overrides import override_key
 from runner.tracking import history
 from runner.tracking.dashboard import run_path
 from runner.tracking.metric_names import VAL_LOSS
@@ -536,7 +535,7 @@ def memory_saving(result: RunResult) -> str:
 
 def shared_settings(settings: Sequence[str]) -> tuple[str, ...]:
     """Return settings without precision.<key>=..., which the baseline need not share."""
-    return tuple(word for word in settings if not override_key(word).startswith("precision."))
+    return tuple(word for word in settings if not word.lstrip("+~").startswith("precision."))
 
 
 def change_since_training(
