@@ -6,7 +6,7 @@ from there. No other module looks at a precision's name: what messages, lists an
 is a member here, with a default that follows from the dtypes.
 
 How to add one: make a frozen dataclass whose fields are the keys of its yaml, and whose
-__post_init__ refuses values that are not allowed (`options.refuse`) and derives storage, compute
+__post_init__ refuses values that are not allowed (`refuse`) and derives storage, compute
 and what else differs from the defaults here (`_derive`). A precision that computes by autocast is
 like MixedPrecision; one that replaces linear layers is a ConvertingPrecision, like
 Float8Precision: it says which layers it cannot hold (find_obstacle) and replaces one
@@ -14,11 +14,11 @@ Float8Precision: it says which layers it cannot hold (find_obstacle) and replace
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,14 @@ from runner.precision.conversion import (
     named_experts,
 )
 from runner.precision.conversion_report import ConversionReport
-from runner.precision.emulation.cpu_kernels import KernelChoice
+from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels
 from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.options import switched, wanted_switches
-from runner.precision.sessions import Session, open_session
+from runner.precision.options import choice_problems, switch_problems
+from runner.precision.sessions import Session, Switches, open_session
+from runner.precision.switches import MATMUL_PRECISIONS, switched
 from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
@@ -114,7 +115,7 @@ class Precision(ABC):
             they can.
         no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
             backward, with what to type; empty where it can.
-        float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
+        float32_matmul: one of switches.MATMUL_PRECISIONS; anything but `highest` lets float32
             products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
             settings of products.
         cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
@@ -176,7 +177,7 @@ class Precision(ABC):
         if not self.float32_matmul:
             yield
             return
-        wanted = wanted_switches(self, model, device)
+        wanted = self._switches(model, device)
         with open_session(Session(self.name, wanted, switched(wanted, model))):
             yield
 
@@ -275,7 +276,51 @@ class Precision(ABC):
     def kernels(self, model: nn.Module, device: torch.device) -> str:
         """Return which kernels compute a model's half precision in a session; empty where there is
         no choice."""
-        return wanted_switches(self, model, device).kernels if self.float32_matmul else ""
+        return self._switches(model, device).kernels if self.float32_matmul else ""
+
+    def _switches(self, model: nn.Module, device: torch.device) -> Switches:
+        """Return what a session switches, so that products are computed as the keys say."""
+        kernels = ""
+        matmul = self.float32_matmul
+        has_half_products = self.compute is torch.float16 or self.emulates_products
+        replaced = set[Hashable]()
+        if device.type == "cpu" and getattr(self, "emulate", False):
+            replaced.add("cuda_casts")
+        if self.has_autocast:
+            replaced.add("grouped_casts")
+        # In evaluation torch.nn's encoders and attention have kernels that read their parts'
+        # weights, and know no autocast on a CPU. torch leaves them out under CUDA's, and where a
+        # part has a hook (converted and adapted layers have one, and those of keep_fp32); but of
+        # padded inputs an encoder makes nested tensors, with which no part can compute.
+        encoders = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder)]
+        parts = [part for encoder in encoders for part in encoder.modules()]
+        if replaced or any(part._forward_pre_hooks or part._forward_hooks for part in parts):
+            replaced.add("calls_parts")
+        if self.emulates_products and self.compute is torch.float32:
+            # torch's own switch is off: the emulation rounds the operands, and sums are float32.
+            matmul = "highest"
+            replaced.add("tf32")
+        elif device.type == "cpu" and has_half_products:
+            # Tensor cores sum in float32, which native kernels of a CPU need not do.
+            choice = "float32_accumulate" if self.emulates_products else self.cpu_float16
+            kernels = choose_kernels(choice, model)
+            if kernels == "float32_accumulate":
+                replaced.add(self.compute)
+        concerning: set[Hashable] = {"tf32", self.storage, self.compute}
+        if self.has_autocast:
+            concerning |= {"cuda_casts", "grouped_casts"}  # without autocast they change nothing
+        return Switches(matmul, self.reduced_precision_reduction, replaced, concerning, kernels)
+
+    def _product_problems(self) -> list[str]:
+        """Return a sentence for each value that is not allowed, of the keys that say how products
+        are computed."""
+        # torch itself only warns of an unknown value.
+        problems = choice_problems("float32_matmul", self.float32_matmul, MATMUL_PRECISIONS)
+        problems += choice_problems("cpu_float16", self.cpu_float16, get_args(KernelChoice))
+        return problems + switch_problems(
+            emulate=self.emulates_products,
+            reduced_precision_reduction=self.reduced_precision_reduction,
+        )
 
     @property
     def storage_format(self) -> str:
