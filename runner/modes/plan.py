@@ -17,9 +17,8 @@ from runner.diagnostics.memory.forecast import (
     peak_forecast,
 )
 from runner.modes.context import RunContext
-from runner.precision.contract import ConversionPlan, Precision
+from runner.precision.contract import ConversionPlan, Precision, UpdateRule
 from runner.precision.keep_fp32 import KeptInFloat32
-from runner.precision.weight_updates import UpdateRule
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights

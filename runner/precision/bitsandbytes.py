@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from runner.precision import devices, options
-from runner.precision.contract import ConvertingPrecision
 from runner.precision.conversion import change_class
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths

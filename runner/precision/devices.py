@@ -5,12 +5,12 @@ from importlib.util import find_spec
 
 import torch
 
-from runner.precision.contract import Precision
+from runner.precision.base import BasePrecision
 from runner.utils.errors import Unavailable
 
 
 def require_emulated_products(
-    precision: Precision, device: torch.device, float16_name: str
+    precision: BasePrecision, device: torch.device, float16_name: str
 ) -> None:
     """Raise Unavailable where a device lacks bfloat16 units, or products cannot be emulated.
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from runner.precision import devices, options
 from runner.precision.casting import autocast_input
-from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import change_class, layer_class, replace_in_place
+from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 from runner.utils.errors import Unavailable, refuse

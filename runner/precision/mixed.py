@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from runner.precision import devices, options
+from runner.precision.base import BasePrecision
 from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice
@@ -25,7 +26,7 @@ from runner.utils.tpu import is_tpu
 
 @final
 @dataclass(frozen=True, eq=False)
-class MixedPrecision(Precision):
+class MixedPrecision(BasePrecision):
     """An autocast forward over float32 parameters, with a loss scale for float16.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runner.precision import devices, options
-from runner.precision.contract import ConvertingPrecision
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear

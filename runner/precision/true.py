@@ -10,17 +10,18 @@ from typing import final
 import torch
 
 from runner.precision import devices, options
-from runner.precision.contract import Precision
+from runner.precision.base import BasePrecision
+from runner.precision.contract import UpdateRule
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.optimizer_eps import check_eps
-from runner.precision.weight_updates import UpdateRule, check_update
+from runner.precision.weight_updates import check_update
 from runner.utils.errors import ConfigError, Unavailable, refuse
 from runner.utils.tpu import is_tpu
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class TruePrecision(Precision):
+class TruePrecision(BasePrecision):
     """Parameters, gradients, optimizer state, inputs and compute in one dtype.
 
     Args:
