@@ -8,15 +8,23 @@ that computes by autocast is like MixedPrecision; one that replaces linear layer
 ConvertingPrecision, like Float8Precision.
 """
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from runner.precision.casting import cast_floats
-from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
+from runner.precision.contract import (
+    CPU_DEVICE,
+    NO_PLAN,
+    ConversionPlan,
+    ModelTrial,
+    Precision,
+    Proof,
+)
+from runner.precision.conversion_proof import prove_model, watch_first_step
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels
 from runner.precision.emulation.formats import FP8_ROUNDOFFS
@@ -63,6 +71,14 @@ class BasePrecision(Precision):
         own_dtypes, lines = find_kept_tensors(model, self.storage, device)
         cast_floats(model, self.storage, {**own_dtypes, **dict.fromkeys(kept, torch.float32)})
         return model, ConversionReport(kept=lines)
+
+    def prove(self, trial: ModelTrial, is_rebuilt: bool = False) -> Proof:
+        return prove_model(self, trial, is_rebuilt)
+
+    def watch_first_step(
+        self, model: nn.Module, report: ConversionReport
+    ) -> AbstractContextManager[Set[str]]:
+        return watch_first_step(self, model, report)
 
     def kernels(self, model: nn.Module, device: torch.device) -> str:
         return self._switches(model, device).kernels if self.float32_matmul else ""

@@ -6,11 +6,11 @@ and says how to add a precision.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import isabstract
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class ConversionPlan:
         caches_casts: autocast casts a weight once in a forward, not at each use.
         makes_float32: tensors that a forward makes without a dtype are float32, and not in the
             storage dtype.
+        plain_stacks: why stacked weights are not those of experts, by the name of their module in
+            reports.
     """
 
     bypassed: Mapping[str, str] = field(default_factory=dict)
@@ -64,9 +66,70 @@ class ConversionPlan:
     wide_inputs: Mapping[str | int, torch.dtype] = field(default_factory=dict)
     caches_casts: bool = True
     makes_float32: bool = False
+    plain_stacks: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_PLAN = ConversionPlan()
+
+
+class TrialForward(Protocol):
+    """A function that computes one forward of a model, which leaves no trace in the process.
+
+    Args:
+        inputs: loads the model inputs.
+        plan: by which they are cast and the model is called.
+        watch: the context around the forward.
+        trains: the model is in training mode, and not in evaluation mode.
+
+    Returns:
+        Whether the forward ended without an error.
+    """
+
+    def __call__(
+        self,
+        inputs: Callable[[], Any],
+        plan: ConversionPlan,
+        watch: AbstractContextManager[Any],
+        trains: bool = False,
+    ) -> bool: ...
+
+
+class ModelTrial(NamedTuple):
+    """A model that was built, with the first batch of its run.
+
+    Attributes:
+        model: converted, and sharded where the strategy shards.
+        report: of the conversion.
+        plan: by which it was converted.
+        inputs: loads the model inputs of the first batch.
+        forward: computes a forward of the model.
+        strategy: of the processes that try the model together, each on its own samples.
+        has_label: the last field of the inputs is the target.
+        has_adapter: the model has an adapter, or was to get one.
+    """
+
+    model: nn.Module
+    report: ConversionReport
+    plan: ConversionPlan
+    inputs: Callable[[], Any]
+    forward: TrialForward
+    strategy: Strategy
+    has_label: bool
+    has_adapter: bool
+
+
+class Proof(NamedTuple):
+    """What a precision has found out about a model on its first batch.
+
+    Attributes:
+        plan: by which the model is called; or built again, where that is needed.
+        report: the conversion as far as it is proven.
+        needs_rebuild: the model must be built again, by the plan.
+    """
+
+    plan: ConversionPlan
+    report: ConversionReport
+    needs_rebuild: bool = False
 
 
 class Precision(ABC):
@@ -161,6 +224,29 @@ class Precision(ABC):
         Raises:
             ConfigError: a pattern matches nothing, or a module cannot be converted.
         """
+
+    def prove(self, trial: ModelTrial, is_rebuilt: bool = False) -> Proof:
+        """Return what forwards on the first batch show about a model; all processes call it.
+
+        Args:
+            trial: the model, and how its forward is computed.
+            is_rebuilt: the model was built by the plan of an earlier proof.
+
+        Raises:
+            ConfigError: the model cannot compute in the precision as it was converted.
+        """
+        return Proof(trial.plan, trial.report)
+
+    def watch_first_step(
+        self, model: nn.Module, report: ConversionReport
+    ) -> AbstractContextManager[Set[str]]:
+        """Return the context around the first training step, whose value names after it the
+        modules that are converted, did not run in the proof and ran in the step.
+
+        Raises:
+            ConfigError: the model reads a packed weight in training, though not in evaluation.
+        """
+        return nullcontext(set())
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ConfigError for an optimizer that cannot work in this precision."""

@@ -17,7 +17,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.precision.conversion_report import ConversionReport, ModuleConversion, summarize_modules
+from runner.precision.conversion_report import (
+    ConversionReport,
+    Fate,
+    ModuleConversion,
+    summarize_modules,
+)
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
@@ -36,8 +41,6 @@ ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dott
 KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"
 IGNORED_REASON = "named by precision.ignore_modules"
 ROUTER_REASON = "a router: it stays in float32, unless precision.ignore_modules names it"
-# Reasons that the user, or the model's author, gave.
-_CHOICES = (KEEP_FP32_REASON, KEPT_REASON, IGNORED_REASON)
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -140,7 +143,7 @@ def _candidates(
     experts, and the names of those weights."""
     found = {}
     for row, module in pairs:
-        stacks = possible_stacks(module) if row.why not in _CHOICES else {}
+        stacks = {} if row.fate is Fate.DECLINED else possible_stacks(module)
         # precision.experts may name one of several; transformers declares all.
         known = rules.stacks(row.module, module) if row.done else {}
         if stacks.keys() - known.keys() and not own_stacks(module):
@@ -167,14 +170,15 @@ def classify_modules(
     # By identity: a module that is registered twice can be meant by either name.
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
-    ignored = {modules[name] for name in ignored_names}
+    declined = {modules[name]: IGNORED_REASON for name in ignored_names}
+    for name in rules.kept:
+        declined[modules[name.rpartition(".")[0]]] = KEPT_REASON
     routers = {modules[name] for name in find_routers(model, rules)}
-    kept: set[nn.Module] = set()
     for name in rules.keep_fp32:
         # Of a tensor's name, the layer that holds it.
         holder = model.get_submodule(name.rpartition(".")[0])
-        kept.update(modules[name].modules() if name in modules else [holder])
-    keeping = {modules[name.rpartition(".")[0]] for name in rules.kept}
+        kept = modules[name].modules() if name in modules else [holder]
+        declined |= dict.fromkeys(kept, KEEP_FP32_REASON)
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -187,12 +191,9 @@ def classify_modules(
             continue
         path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.
-        if module in kept:
-            why = KEEP_FP32_REASON
-        elif module in keeping:
-            why = KEPT_REASON
-        elif module in ignored:
-            why = IGNORED_REASON
+        fate = Fate.SKIPPED
+        if module in declined:
+            fate, why = Fate.DECLINED, declined[module]
         elif module in routers:
             why = ROUTER_REASON
         elif rules.bypassed.get(path):
@@ -201,7 +202,9 @@ def classify_modules(
             why = _obstacle_of_experts(path, module, rules, holders)
         else:
             why = _obstacle(path, module, kind, rules, holders)
-        pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
+        if not why:
+            fate = Fate.CONVERTED
+        pairs.append((ModuleConversion(path, type(module).__name__, fate, why), module))
     return _with_counts(pairs, rules)
 
 

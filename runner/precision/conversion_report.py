@@ -1,10 +1,20 @@
 """Say which modules a conversion replaced, and for which reason it left each other one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from typing import Any
 
 from runner.utils.formatting import first_names, format_part
+
+
+class Fate(Enum):
+    """What became of a module that a conversion looked at."""
+
+    CONVERTED = "converted"
+    UNPROVEN = "converted, but it ran in no forward yet"
+    DECLINED = "not converted, by choice of the user or of the model's author"
+    SKIPPED = "not converted, for another reason"
 
 
 @dataclass(frozen=True)
@@ -14,8 +24,8 @@ class ModuleConversion:
     Attributes:
         module: its dotted name.
         kind: its class before the conversion.
-        done: whether it was converted.
-        why: the reason why it was not converted; a remark, or empty, where it was.
+        fate: what became of it.
+        why: the reason why it does not count as converted; a remark, or empty, where it does.
         elements: number of elements of its matrix weights, which are its own parameters of two
             dimensions or more, as it was built. A shared parameter is counted in one row only.
         converted: how many of these elements are in the converted format, if `done`.
@@ -24,15 +34,16 @@ class ModuleConversion:
 
     module: str
     kind: str
-    done: bool
+    fate: Fate
     why: str
     elements: int = 0
     converted: int = 0
     counted_with: str = ""
 
-    def skip(self, why: str) -> "ModuleConversion":
-        """Return the row of the same module, not converted for this reason."""
-        return replace(self, done=False, why=why, converted=0)
+    @property
+    def done(self) -> bool:
+        """Return whether the module counts as converted."""
+        return self.fate is Fate.CONVERTED
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,25 @@ class ConversionReport:
         return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return the rows as conversion.json has them."""
-        return [asdict(module) for module in self.modules]
+        """Return the rows as conversion.json has them, with `done` in the place of the fate."""
+        rows = []
+        for row in self.modules:
+            names = {"module": row.module, "kind": row.kind, "done": row.done}
+            facts = asdict(row)
+            del facts["fate"]
+            rows.append({**names, **facts})
+        return rows
+
+    def names(self, fate: Fate) -> set[str]:
+        """Return the names of the modules with this fate."""
+        return {row.module for row in self.modules if row.fate is fate}
+
+    def change(self, names: Collection[str], fate: Fate, why: str) -> "ConversionReport":
+        """Return the report with another fate of some modules, for a reason."""
+        rows = [
+            replace(row, fate=fate, why=why) if row.module in names else row for row in self.modules
+        ]
+        return replace(self, modules=tuple(rows))
 
 
 def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:

@@ -24,8 +24,8 @@ from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
-from runner.precision.conversion_proof import ForwardWatch, converted_layers, expert_layouts
 from runner.precision.conversion_report import ConversionReport
+from runner.precision.forward_watch import ForwardWatch, converted_layers, expert_layouts
 from runner.precision.loss_scale import ScaledGradients, describe_hooks, gradient_hooks
 from runner.precision.registry import precision_config
 from runner.precision.wide_step import attach_update, check_state_dtype
@@ -121,7 +121,9 @@ class Policy:
         if chosen.emulated:
             text += ", emulated"
         # In a session: the model's layers decide.
-        kernels = "" if self._place == "outside" else chosen.kernels(self._model, self.device)
+        kernels = ""
+        if self._model is not None and self._place != "outside":
+            kernels = chosen.kernels(self._model, self.device)
         if kernels:
             text += f", kernels {kernels}"
         return "\n".join([text, *self.report.lines()])

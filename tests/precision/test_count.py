@@ -7,7 +7,7 @@ from precision_models import load_precision
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
-from runner.precision.conversion_report import ConversionReport, ModuleConversion
+from runner.precision.conversion_report import ConversionReport, Fate, ModuleConversion
 
 LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
 OR_EXPERTS = (
@@ -153,9 +153,9 @@ def test_a_parametrized_weight_counts_in_its_layer():
 
 
 def rows(done, skipped):
-    made = [ModuleConversion(f"a{i}", "Linear", True, "", 8, 8) for i in range(done)]
+    made = [ModuleConversion(f"a{i}", "Linear", Fate.CONVERTED, "", 8, 8) for i in range(done)]
     skipped_rows = (
-        ModuleConversion(f"b{i}", "Own", False, f"reason {i}", 16) for i in range(skipped)
+        ModuleConversion(f"b{i}", "Own", Fate.SKIPPED, f"reason {i}", 16) for i in range(skipped)
     )
     return (*made, *skipped_rows)
 

@@ -48,7 +48,7 @@ from runner.diagnostics.memory.memory_tracker import (
     MemoryTracker,
 )
 from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
-from runner.precision.conversion_proof import ForwardWatch
+from runner.precision.forward_watch import ForwardWatch
 from runner.precision.layers.experts import own_stacks, possible_stacks
 from runner.training.compile import prepare_model
 from runner.training.example_batch import ForecastUnavailable, example_batch

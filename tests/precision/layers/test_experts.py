@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from runner.diagnostics.numerics.measure import is_measurable
-from runner.precision.conversion_proof import ForwardWatch, converted_layers
+from runner.precision.forward_watch import ForwardWatch, converted_layers
 from runner.precision.layers.experts import KERNEL_ROWS, convert_experts, possible_stacks
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
