@@ -17,7 +17,9 @@ from torch import nn
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.sampling import restored_random_state
 from runner.precision.casting import CastCacheWatch
-from runner.precision.contract import ConversionPlan, ModelTrial
+from runner.precision.contract import ConversionPlan
+from runner.precision.conversion_proof import prove_model
+from runner.precision.forward_watch import ModelTrial
 from runner.training.initial_weights import read_initial_weights
 from runner.training.model import (
     BuiltModel,
@@ -101,12 +103,12 @@ def build_proven_model(
     """
     precision = setup.precision
     built = _build(setup, make, ConversionPlan(finds_experts=True), saved)
-    proof = precision.prove(_trial(setup, built, inputs))
+    proof = prove_model(precision, _trial(setup, built, inputs))
     if proof.needs_rebuild:
         del built  # else both models would be in memory
         seed_all(setup.spec.seed)
         built = _build(setup, make, proof.plan, saved)
-        proof = precision.prove(_trial(setup, built, inputs), is_rebuilt=True)
+        proof = prove_model(precision, _trial(setup, built, inputs), is_rebuilt=True)
     return built._replace(plan=proof.plan, report=proof.report)
 
 

@@ -23,7 +23,7 @@ from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
 from runner.modes.context import RunContext
-from runner.precision.conversion_proof import RAN_IN_TRAINING_REASON
+from runner.precision.conversion_proof import RAN_IN_TRAINING_REASON, watch_first_step
 from runner.precision.conversion_report import ConversionReport, Fate
 from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.runner_callbacks import RunSummary
@@ -109,13 +109,13 @@ class FirstStep:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Return the context around the step; see Precision.watch_first_step."""
+        """Return the context around the step; see conversion_proof.watch_first_step."""
         run = self._run
         # A compiled model runs past the watch.
         if run.spec.train.compile:
             yield
             return
-        with run.precision.watch_first_step(self._state.plain_model, self.report) as proven:
+        with watch_first_step(run.precision, self._state.plain_model, self.report) as proven:
             yield
         if not proven:
             return

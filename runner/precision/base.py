@@ -8,23 +8,16 @@ that computes by autocast is like MixedPrecision; one that replaces linear layer
 ConvertingPrecision, like Float8Precision.
 """
 
-from collections.abc import Hashable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from runner.precision.casting import cast_floats
-from runner.precision.contract import (
-    CPU_DEVICE,
-    NO_PLAN,
-    ConversionPlan,
-    ModelTrial,
-    Precision,
-    Proof,
-)
-from runner.precision.conversion_proof import prove_model, watch_first_step
+from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
+from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels
 from runner.precision.emulation.formats import FP8_ROUNDOFFS
@@ -32,6 +25,8 @@ from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, kee
 from runner.precision.options import choice_problems, switch_problems
 from runner.precision.sessions import Session, Switches, open_session
 from runner.precision.switches import MATMUL_PRECISIONS, switched
+
+_NO_CONTEXT = nullcontext()
 
 
 class BasePrecision(Precision):
@@ -66,19 +61,45 @@ class BasePrecision(Precision):
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
     ) -> tuple[nn.Module, ConversionReport]:
+        self._check_model(model)
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
         keep_in_float32(model, kept, self.storage)
         own_dtypes, lines = find_kept_tensors(model, self.storage, device)
         cast_floats(model, self.storage, {**own_dtypes, **dict.fromkeys(kept, torch.float32)})
         return model, ConversionReport(kept=lines)
 
-    def prove(self, trial: ModelTrial, is_rebuilt: bool = False) -> Proof:
-        return prove_model(self, trial, is_rebuilt)
+    def _check_model(self, model: nn.Module) -> None:
+        """Raise ConfigError for a model that cannot be converted."""
 
-    def watch_first_step(
-        self, model: nn.Module, report: ConversionReport
-    ) -> AbstractContextManager[Set[str]]:
-        return watch_first_step(self, model, report)
+    def forward(
+        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+    ) -> AbstractContextManager[Any]:
+        if self.has_autocast:
+            return autocast(device.type, self.compute, plan.caches_casts)
+        return self._default_dtype(plan)
+
+    def backward(
+        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+    ) -> AbstractContextManager[Any]:
+        return self._default_dtype(plan)
+
+    def _default_dtype(self, plan: ConversionPlan) -> AbstractContextManager[Any]:
+        """Return the context in which tensors that are made without a dtype get the storage dtype;
+        torch's default is float32."""
+        if self.has_autocast or plan.makes_float32 or self.storage is torch.float32:
+            return _NO_CONTEXT
+        return default_dtype(self.storage)
+
+    def cast(self, inputs: Any, plan: ConversionPlan = NO_PLAN) -> Any:
+        return cast_fields(inputs, self.storage, plan.wide_inputs)
+
+    def cast_target(self, target: Any) -> Any:
+        return cast_nest(target, self.storage)
+
+    def loss_pair(self, output: Any, target: Any) -> tuple[Any, Any]:
+        dtypes = {leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        dtype = torch.float64 if torch.float64 in dtypes else self.loss_dtype
+        return cast_nest(output, dtype), cast_nest(target, dtype)
 
     def kernels(self, model: nn.Module, device: torch.device) -> str:
         return self._switches(model, device).kernels if self.float32_matmul else ""

@@ -34,9 +34,10 @@ def autocast(device_type: str, dtype: torch.dtype, caches: bool = True) -> torch
 class CastCacheWatch(TorchFunctionMode):
     """A context that finds weights which a forward changes between two uses under autocast.
 
-    autocast casts a weight at its first use in a forward and keeps the cast for the further ones. A
-    policy whose weights make place for a reference's would be compared with itself. The casts of
-    such weights are dropped here; later forwards must do without the cache.
+    autocast casts a weight at its first use in a forward and keeps the cast for the further uses. A
+    model that swaps in other weights within one forward, such as those of a reference policy, would
+    compute with the first weights' casts. The casts of such weights are dropped here; later
+    forwards must do without the cache.
 
     Args:
         model: of the run, not compiled.

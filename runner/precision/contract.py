@@ -1,31 +1,27 @@
 """The precision contract: what the rest of the runner may ask of a precision.
 
-No other module looks at a precision's name: what messages, lists and the advisor need is a member
-here, with a default that follows from the dtypes. `runner.precision.base` implements the contract,
-and says how to add a precision.
+What messages, lists and the advisor need of a precision is a member here, with a default that
+follows from the dtypes, so that a precision of the user's own has it, too.
+runner.precision.base implements the contract by dtypes, and says how to add a precision.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import isabstract
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import autocast, cast_fields, cast_nest, default_dtype
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
-_NO_CONTEXT = nullcontext()
-UpdateRule = Literal["nearest", "master_weights", "remainders", "kahan", "stochastic_rounding"]
 
 
 class ComputeFormat(NamedTuple):
@@ -72,68 +68,10 @@ class ConversionPlan:
 NO_PLAN = ConversionPlan()
 
 
-class TrialForward(Protocol):
-    """A function that computes one forward of a model, which leaves no trace in the process.
-
-    Args:
-        inputs: loads the model inputs.
-        plan: by which they are cast and the model is called.
-        watch: the context around the forward.
-        trains: the model is in training mode, and not in evaluation mode.
-
-    Returns:
-        Whether the forward ended without an error.
-    """
-
-    def __call__(
-        self,
-        inputs: Callable[[], Any],
-        plan: ConversionPlan,
-        watch: AbstractContextManager[Any],
-        trains: bool = False,
-    ) -> bool: ...
-
-
-class ModelTrial(NamedTuple):
-    """A model that was built, with the first batch of its run.
-
-    Attributes:
-        model: converted, and sharded where the strategy shards.
-        report: of the conversion.
-        plan: by which it was converted.
-        inputs: loads the model inputs of the first batch.
-        forward: computes a forward of the model.
-        strategy: of the processes that try the model together, each on its own samples.
-        has_label: the last field of the inputs is the target.
-        has_adapter: the model has an adapter, or was to get one.
-    """
-
-    model: nn.Module
-    report: ConversionReport
-    plan: ConversionPlan
-    inputs: Callable[[], Any]
-    forward: TrialForward
-    strategy: Strategy
-    has_label: bool
-    has_adapter: bool
-
-
-class Proof(NamedTuple):
-    """What a precision has found out about a model on its first batch.
-
-    Attributes:
-        plan: by which the model is called; or built again, where that is needed.
-        report: the conversion as far as it is proven.
-        needs_rebuild: the model must be built again, by the plan.
-    """
-
-    plan: ConversionPlan
-    report: ConversionReport
-    needs_rebuild: bool = False
-
-
 class Precision(ABC):
     """One numerical precision: a value that nothing changes once it is built.
+
+    Abstract: BasePrecision implements what has no default here.
 
     Attributes:
         name: label of the run, which is the name of its yaml.
@@ -169,7 +107,7 @@ class Precision(ABC):
     freezes: bool = False
     trains_for: str = ""
     trained_in: str = ""
-    update: UpdateRule = "nearest"
+    update: str = "nearest"
     emulated: bool = False
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
@@ -225,32 +163,10 @@ class Precision(ABC):
             ConfigError: a pattern matches nothing, or a module cannot be converted.
         """
 
-    def prove(self, trial: ModelTrial, is_rebuilt: bool = False) -> Proof:
-        """Return what forwards on the first batch show about a model; all processes call it.
-
-        Args:
-            trial: the model, and how its forward is computed.
-            is_rebuilt: the model was built by the plan of an earlier proof.
-
-        Raises:
-            ConfigError: the model cannot compute in the precision as it was converted.
-        """
-        return Proof(trial.plan, trial.report)
-
-    def watch_first_step(
-        self, model: nn.Module, report: ConversionReport
-    ) -> AbstractContextManager[Set[str]]:
-        """Return the context around the first training step, whose value names after it the
-        modules that are converted, did not run in the proof and ran in the step.
-
-        Raises:
-            ConfigError: the model reads a packed weight in training, though not in evaluation.
-        """
-        return nullcontext(set())
-
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ConfigError for an optimizer that cannot work in this precision."""
 
+    @abstractmethod
     def forward(
         self, device: torch.device, plan: ConversionPlan = NO_PLAN
     ) -> AbstractContextManager[Any]:
@@ -260,10 +176,8 @@ class Precision(ABC):
             device: where the model computes.
             plan: by which the model is called.
         """
-        if self.has_autocast:
-            return autocast(device.type, self.compute, plan.caches_casts)
-        return self._default_dtype(plan)
 
+    @abstractmethod
     def backward(
         self, device: torch.device, plan: ConversionPlan = NO_PLAN
     ) -> AbstractContextManager[Any]:
@@ -272,15 +186,8 @@ class Precision(ABC):
         A model's own activation checkpointing recomputes forwards there. It needs no autocast:
         torch.utils.checkpoint restores that by itself.
         """
-        return self._default_dtype(plan)
 
-    def _default_dtype(self, plan: ConversionPlan) -> AbstractContextManager[Any]:
-        """Return the context in which tensors that are made without a dtype get the storage dtype;
-        torch's default is float32."""
-        if self.has_autocast or plan.makes_float32 or self.storage is torch.float32:
-            return _NO_CONTEXT
-        return default_dtype(self.storage)
-
+    @abstractmethod
     def cast(self, inputs: Any, plan: ConversionPlan = NO_PLAN) -> Any:
         """Return a batch's model inputs in the dtypes that the model needs.
 
@@ -288,18 +195,15 @@ class Precision(ABC):
             inputs: a nest of tensors, which get the storage dtype; autocast casts from it.
             plan: names the fields that get another dtype.
         """
-        return cast_fields(inputs, self.storage, plan.wide_inputs)
 
+    @abstractmethod
     def cast_target(self, target: Any) -> Any:
         """Return a target for a loss in the precision (autocast_loss), a nest of tensors."""
-        return cast_nest(target, self.storage)
 
+    @abstractmethod
     def loss_pair(self, output: Any, target: Any) -> tuple[Any, Any]:
         """Return a model's output and a target as a loss outside the precision takes them: in
         float32; in float64 under 64-true, and where the model returns float64."""
-        dtypes = {leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-        dtype = torch.float64 if torch.float64 in dtypes else self.loss_dtype
-        return cast_nest(output, dtype), cast_nest(target, dtype)
 
     def scale(self, device: torch.device) -> LossScale:
         """Return the loss scale of a run, whose tensors are on the device."""

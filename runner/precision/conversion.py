@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from runner.precision.contract import NO_PLAN, ConversionPlan
 from runner.precision.conversion_report import (
     ConversionReport,
     Fate,
@@ -59,13 +60,12 @@ class ConversionRules:
         find_obstacle: returns why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
-        bypassed: reasons to skip modules, by dotted name; see ConversionPlan.bypassed.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
         kept: names of the parameters and buffers that keep their dtype.
         experts: dotted names of stacked weights, and whether each is transposed, beside those that
             modules say they have; see layers.experts.own_stacks.
-        finds_experts: a forward follows that shows which of the other stacked weights are
-            multiplied expert by expert; until then plain layers compute their products.
+        plan: what forwards have found out about the model. Where one follows that finds further
+            experts, plain layers compute the products of the other stacked weights until then.
     """
 
     name: str
@@ -73,11 +73,10 @@ class ConversionRules:
     keep_fp32: Collection[str] = ()
     find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
-    bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
     kept: Collection[str] = ()
     experts: Mapping[str, bool] = field(default_factory=dict)
-    finds_experts: bool = False
+    plan: ConversionPlan = NO_PLAN
 
     def stacks(self, path: str, module: nn.Module) -> dict[str, bool]:
         """Return the stacked weights of experts that a module holds, by name, and whether each is
@@ -106,7 +105,7 @@ def convert_modules(
             on a weight that would be replaced.
     """
     pairs = classify_modules(model, tuple(converters), rules)
-    candidates = _candidates(pairs, rules) if rules.finds_experts else {}
+    candidates = _candidates(pairs, rules) if rules.plan.finds_experts else {}
     chosen = [(row.module, module) for row, module in pairs if row.done]
     chosen = [(path, module) for path, module in chosen if module not in candidates]
     report = ConversionReport(tuple(row for row, _ in pairs))
@@ -196,8 +195,8 @@ def classify_modules(
             fate, why = Fate.DECLINED, declined[module]
         elif module in routers:
             why = ROUTER_REASON
-        elif rules.bypassed.get(path):
-            why = rules.bypassed[path]
+        elif path in rules.plan.bypassed:
+            why = rules.plan.bypassed[path]
         elif rules.stacks(path, module):
             why = _obstacle_of_experts(path, module, rules, holders)
         else:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from runner.precision.contract import ConversionPlan, ModelTrial, Precision, Proof
+from runner.precision.contract import ConversionPlan, Precision
 from runner.precision.conversion_report import ConversionReport, Fate
 from runner.precision.forward_watch import (
     ForwardWatch,
+    ModelTrial,
     adapted_layers,
     converted_layers,
     expert_layouts,
@@ -32,6 +33,20 @@ CODES_REASON = "the model reads its weight itself, which packed would hold codes
 NOT_RUN_REASON = "converted, but not proven: it did not run in the first batch"
 # Why it counts after all.
 RAN_IN_TRAINING_REASON = "ran in the first step, not in the evaluation before it"
+
+
+class Proof(NamedTuple):
+    """What a precision has found out about a model on its first batch.
+
+    Attributes:
+        plan: by which the model is called; or built again, where that is needed.
+        report: the conversion as far as it is proven.
+        needs_rebuild: the model must be built again, by the plan.
+    """
+
+    plan: ConversionPlan
+    report: ConversionReport
+    needs_rebuild: bool = False
 
 
 class _TrialResult(NamedTuple):
@@ -53,8 +68,13 @@ class _TrialResult(NamedTuple):
     plain_stacks: dict[str, str]
 
 
-def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool) -> Proof:
-    """Return what forwards on the first batch show about a model; see Precision.prove.
+def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool = False) -> Proof:
+    """Return what forwards on the first batch show about a model; all processes call it.
+
+    Args:
+        precision: that converted the model.
+        trial: the model, and how its forward is computed.
+        is_rebuilt: the model was built by the plan of an earlier proof.
 
     Raises:
         ConfigError: no converted layer runs, other layers are bypassed in the second build, or
@@ -118,7 +138,12 @@ def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool) -> Pr
 def watch_first_step(
     precision: Precision, model: nn.Module, report: ConversionReport
 ) -> Iterator[Set[str]]:
-    """Return the context around the first training step; see Precision.watch_first_step."""
+    """Return the context around the first training step, whose value names after it the modules
+    that are converted, did not run in the proof and ran in the step.
+
+    Raises:
+        ConfigError: the model reads a packed weight in training, though not in evaluation.
+    """
     proven = set[str]()
     # Layers that did not run in the trial are converted all the same, and may run now.
     watched = converted_layers(model, report)

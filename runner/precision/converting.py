@@ -82,11 +82,10 @@ class ConvertingPrecision(BasePrecision):
             self.find_obstacle,
             # A packed weight is a new object.
             new_weights=self.freezes,
-            bypassed=plan.bypassed,
             skips_shared=self.skips_shared,
             kept=own_dtypes,
             experts={**named_experts(model, self.experts), **plan.expert_layouts},
-            finds_experts=plan.finds_experts,
+            plan=plan,
         )
         wide = kept | find_routers(model, rules)
         report = self.convert_layers(model, rules, device)

@@ -1,25 +1,74 @@
-"""Watch a forward for converted layers that do not run, or whose weight something else reads.
+"""Try a model's forward, and watch it for converted layers that do not run, or whose weight
+something else reads.
 
 A model may take a layer's weight (`F.linear(x, layer.weight)`) and never call the layer: then
 nothing is computed in the converted format. Where the weight is packed, the reader gets codes
 instead of numbers, and `x.to(layer.weight.dtype)` rounds activations to uint8.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.distributed.strategy import is_sharded
+from runner.distributed.strategy import Strategy, is_sharded
+from runner.precision.contract import ConversionPlan
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.conversion_report import ConversionReport, Fate
 from runner.precision.layers.conv1d import is_packed
 from runner.precision.layers.experts import Experts, ExpertsWatch, expert_stacks
 from runner.precision.layers.quantized_linear import PackedWeight
 from runner.utils.module_tape import ModuleTape
+
+
+class TrialForward(Protocol):
+    """A function that computes one forward of a model, which leaves no trace in the process.
+
+    Args:
+        inputs: loads the model inputs.
+        plan: by which they are cast and the model is called.
+        watch: the context around the forward.
+        trains: the model is in training mode, and not in evaluation mode.
+
+    Returns:
+        Whether the forward ended without an error.
+    """
+
+    def __call__(
+        self,
+        inputs: Callable[[], Any],
+        plan: ConversionPlan,
+        watch: AbstractContextManager[Any],
+        trains: bool = False,
+    ) -> bool: ...
+
+
+class ModelTrial(NamedTuple):
+    """A model that was built, with the first batch of its run.
+
+    Attributes:
+        model: converted, and sharded where the strategy shards.
+        report: of the conversion.
+        plan: by which it was converted.
+        inputs: loads the model inputs of the first batch.
+        forward: computes a forward of the model.
+        strategy: of the processes that try the model together, each on its own samples.
+        has_label: the last field of the inputs is the target.
+        has_adapter: the model has an adapter, or was to get one.
+    """
+
+    model: nn.Module
+    report: ConversionReport
+    plan: ConversionPlan
+    inputs: Callable[[], Any]
+    forward: TrialForward
+    strategy: Strategy
+    has_label: bool
+    has_adapter: bool
 
 
 def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn.Module]:
@@ -116,7 +165,7 @@ class ForwardWatch(TorchFunctionMode):
         watches = {
             name: self._watches[module]
             for name, module in self.layers.items()
-            # Of those whose use it was to show, others may be experts.
+            # Where the forward was to show the use of stacks, other stacks may be experts.
             if isinstance(module, Experts)
             and not (module.is_trial and self._watches[module].transposed())
         }

@@ -13,8 +13,7 @@ from torch import nn
 
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
-from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
-from runner.precision.conversion_report import ConversionReport
+from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.keep_fp32 import find_kept_tensors
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
@@ -92,9 +91,7 @@ class MixedPrecision(BasePrecision):
             )
         devices.require_emulated_products(self, device, "16-mixed")
 
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
-    ) -> tuple[nn.Module, ConversionReport]:
+    def _check_model(self, model: nn.Module) -> None:
         # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
         # either. What the model froze has none, and keeps its dtype.
         frozen, _ = find_kept_tensors(model, self.storage)
@@ -106,7 +103,6 @@ class MixedPrecision(BasePrecision):
                 f"{first_names(half, 3)}. Build the model in float32, or type "
                 f"precision={true_precision}."
             )
-        return super().convert(model, device, plan)
 
     def scale(self, device: torch.device) -> LossScale:
         if self.loss_scale is None:

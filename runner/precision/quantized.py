@@ -25,7 +25,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, eq=False)
 class WeightFormatPrecision(ConvertingPrecision):
-    """Base of the precisions of int4, int8 and nvfp4 weights: packed ones, and rounded ones.
+    """A precision of int4, int8 and nvfp4 weights; a subclass packs them, or rounds them.
 
     Args:
         name: label of the run.

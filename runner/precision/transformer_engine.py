@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import NO_PLAN, ConversionPlan, UpdateRule
+from runner.precision.contract import NO_PLAN, ConversionPlan
 from runner.precision.conversion import ROOT_NAME, ConversionRules
 from runner.precision.conversion_report import ConversionReport
 from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
@@ -27,7 +27,7 @@ from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
 from runner.precision.optimizer_eps import check_eps
-from runner.precision.weight_updates import check_update
+from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import Unavailable, refuse
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
@@ -84,7 +84,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     autocast_loss: bool = False
     update_in_eval: bool = False
     reduced_precision_reduction: bool = False
-    update: UpdateRule = "nearest"
+    update: UpdateRule = "nearest"  # type: ignore[assignment]
     accumulate: te_recipes.Accumulation = "float32"
     # The forward's contexts, by the default dtype.
     _contexts: dict[torch.dtype, AbstractContextManager[Any]] = field(

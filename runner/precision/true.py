@@ -11,10 +11,9 @@ import torch
 
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
-from runner.precision.contract import UpdateRule
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.optimizer_eps import check_eps
-from runner.precision.weight_updates import check_update
+from runner.precision.weight_updates import UpdateRule, check_update
 from runner.utils.errors import ConfigError, Unavailable, refuse
 from runner.utils.tpu import is_tpu
 
@@ -51,7 +50,7 @@ class TruePrecision(BasePrecision):
     cpu_float16: KernelChoice = "auto"
     emulate: bool = False
     reduced_precision_reduction: bool = False
-    update: UpdateRule = "nearest"
+    update: UpdateRule = "nearest"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         self._derive(emulated=self.emulate, emulates_products=self.emulate)

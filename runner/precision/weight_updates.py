@@ -19,17 +19,17 @@ remainders are those of NVIDIA's fused Adam in TransformerEngine.
 from abc import ABC
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple, final, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from runner.precision.contract import UpdateRule
 from runner.utils.errors import ConfigError
 from runner.utils.tensors import dtype_name, is_narrow, memory_of
 
+UpdateRule = Literal["nearest", "master_weights", "remainders", "kahan", "stochastic_rounding"]
 UPDATE_RULES: tuple[str, ...] = get_args(UpdateRule)
 
 _LOW_BITS = 16

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.precision.casting import fields_of, is_wider, lost_whole_number
-from runner.precision.contract import ConversionPlan, ModelTrial, Precision
+from runner.precision.contract import ConversionPlan, Precision
+from runner.precision.forward_watch import ModelTrial
 from runner.precision.keep_fp32 import KeptInFloat32, double_parts
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names

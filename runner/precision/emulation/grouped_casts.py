@@ -50,11 +50,11 @@ def _grouped_kernel(namespace: str, name: str, key: str) -> BoxedKernel:
 
     def run(_: Any, *args: Any) -> Any:
         device_type = args[0].device.type
-        # Who gives out_dtype has chosen the dtypes, as for mm.
+        # A call with out_dtype has chosen its dtypes, as one of mm has.
         if not any(isinstance(value, torch.dtype) for value in args):
             half = torch.get_autocast_dtype(device_type)
             args = tuple(_autocast_operand(value, half) for value in args)
-        # Defined once its library is imported.
+        # The operator is defined once its library is imported.
         operator = getattr(getattr(torch.ops, namespace), name)
         args, width = _aligned(*args)
         with torch._C._ExcludeDispatchKeyGuard(autocast_key):
