@@ -57,8 +57,8 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) -> None:
     """Save in which dtypes each module stores and computes, a table on MLflow's page."""
     conversions = {}
-    for module in report.modules:
-        conversions[module.module] = "converted" if module.done else f"skipped: {module.why}"
+    for row in report.modules:
+        conversions[row.module] = "converted" if row.is_converted else f"skipped: {row.why}"
     rows = probe.table()
     if conversions:
         rows = [{**row, "conversion": conversions.get(row["module"], "")} for row in rows]

@@ -106,7 +106,7 @@ def convert_modules(
     """
     pairs = classify_modules(model, tuple(converters), rules)
     candidates = _candidates(pairs, rules) if rules.plan.finds_experts else {}
-    chosen = [(row.module, module) for row, module in pairs if row.done]
+    chosen = [(row.module, module) for row, module in pairs if row.is_converted]
     chosen = [(path, module) for path, module in chosen if module not in candidates]
     report = ConversionReport(tuple(row for row, _ in pairs))
     if chosen or not candidates:
@@ -144,7 +144,7 @@ def _candidates(
     for row, module in pairs:
         stacks = {} if row.fate is Fate.DECLINED else possible_stacks(module)
         # precision.experts may name one of several; transformers declares all.
-        known = rules.stacks(row.module, module) if row.done else {}
+        known = rules.stacks(row.module, module) if row.is_converted else {}
         if stacks.keys() - known.keys() and not own_stacks(module):
             found[module] = stacks
     return found
@@ -361,7 +361,7 @@ def _with_counts(
     A shared weight is counted once: with the first module that is converted, else with the first.
     """
     # Converted rows first; the sort is stable, so that the model's order decides among them.
-    converted_first = sorted(pairs, key=lambda pair: not pair[0].done)
+    converted_first = sorted(pairs, key=lambda pair: not pair[0].is_converted)
     owners: dict[int, str] = {}
     for row, module in converted_first:
         for parameter in weight_matrices(module).values():
@@ -380,7 +380,7 @@ def _with_counts(
             row,
             elements=sum(elements.values()),
             # A converted layer's other matrices keep their format.
-            converted=sum(elements.get(name, 0) for name in names) if row.done else 0,
+            converted=sum(elements.get(name, 0) for name in names) if row.is_converted else 0,
             counted_with="" if elements else ", ".join(sorted(others)),
         )
         counted_pairs.append((counted, module))

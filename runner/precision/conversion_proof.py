@@ -87,11 +87,7 @@ def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool = Fals
     def watch() -> ForwardWatch:
         return ForwardWatch(model, adapted | converted)
 
-    plan, lines = find_wide_values(
-        precision,
-        trial,
-        lambda values, plan, trains: trial.forward(lambda: values, plan, watch(), trains),
-    )
+    plan, lines = find_wide_values(precision, trial, watch)
     report = replace(trial.report, kept=(*trial.report.kept, *lines))
     experts = expert_layouts(model)
     if not (experts or converted or adapted):
@@ -123,13 +119,13 @@ def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool = Fals
             f"forward on the first batch: {first_names(sorted(matrix_layers))}. Have the forward "
             "call them. Type a precision without conversion, for example precision=bf16-mixed."
         )
-    idle = report.names(Fate.CONVERTED) - result.layers_run
+    idle = {*report.names(Fate.CONVERTED)} - result.layers_run
     report = report.change(idle, Fate.UNPROVEN, NOT_RUN_REASON)
     # Other stacks of a module may be converted.
     for row in report.modules:
         why = {**plan.plain_stacks, **result.plain_stacks}.get(row.module, "")
         if why:
-            remark = f"in part, for {why}" if row.done else why
+            remark = f"in part, for {why}" if row.is_converted else why
             report = report.change({row.module}, row.fate, remark)
     return Proof(plan, report)
 
@@ -158,7 +154,7 @@ def watch_first_step(
             f"precision={precision.name}: in the first step, and not in the evaluation before it: "
             f"{_reasons_text(bypassed)}. Type precision.ignore_modules=[{','.join(bypassed)}]."
         )
-    proven |= report.names(Fate.UNPROVEN) & watch.executed
+    proven |= watch.executed.intersection(report.names(Fate.UNPROVEN))
 
 
 def _try_together(trial: ModelTrial, plan: ConversionPlan, watch: ForwardWatch) -> _TrialResult:
@@ -168,7 +164,7 @@ def _try_together(trial: ModelTrial, plan: ConversionPlan, watch: ForwardWatch) 
     has run, and one that is bypassed in one of them is bypassed.
     """
     completed = trial.forward(trial.inputs, plan, watch)
-    found = watch.experts(), watch.left_stacks
+    found = watch.experts(), watch.plain_stacks
     own = _TrialResult(watch.executed, _bypass_reasons(watch), completed, *found)
     every = trial.strategy.gather_object(own)
     together = _TrialResult(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from runner.utils.formatting import first_names, format_part
+from runner.utils.formatting import first_names, format_part, grouped
 
 
 class Fate(Enum):
@@ -28,7 +28,7 @@ class ModuleConversion:
         why: the reason why it does not count as converted; a remark, or empty, where it does.
         elements: number of elements of its matrix weights, which are its own parameters of two
             dimensions or more, as it was built. A shared parameter is counted in one row only.
-        converted: how many of these elements are in the converted format, if `done`.
+        converted: how many of these elements are in the converted format, if `is_converted`.
         counted_with: the module in whose row the elements of a shared weight are counted.
     """
 
@@ -41,7 +41,7 @@ class ModuleConversion:
     counted_with: str = ""
 
     @property
-    def done(self) -> bool:
+    def is_converted(self) -> bool:
         """Return whether the module counts as converted."""
         return self.fate is Fate.CONVERTED
 
@@ -69,12 +69,12 @@ class ConversionReport:
     def layer_counts(self) -> tuple[int, int]:
         """Return two counts: the converted layers, and all layers."""
         rows = [row for row in self.modules if row.elements]
-        return sum(row.done for row in rows), len(rows)
+        return sum(row.is_converted for row in rows), len(rows)
 
     @property
     def weight_counts(self) -> tuple[int, int]:
         """Return two counts of matrix elements: the converted ones, and all."""
-        converted = sum(row.converted for row in self.modules if row.done)
+        converted = sum(row.converted for row in self.modules if row.is_converted)
         return converted, sum(row.elements for row in self.modules)
 
     def lines(self, limit: int = 8) -> Iterator[str]:
@@ -86,11 +86,11 @@ class ConversionReport:
         yield from self.kept
         if not self.modules:
             return
-        converted = [row.module for row in self.modules if row.done and row.elements]
+        converted = [row.module for row in self.modules if row.is_converted and row.elements]
         names = first_names(converted, limit)
         yield f"converted {self._counts()}" + (f": {names}" if names else "")
-        skipped = summarize_modules(row for row in self.modules if not row.done)
-        notes = summarize_modules(row for row in self.modules if row.done and row.why)
+        skipped = summarize_modules(row for row in self.modules if not row.is_converted)
+        notes = summarize_modules(row for row in self.modules if row.is_converted and row.why)
         texts = [f"  skipped {text}" for text in skipped]
         texts += [f"  converted {text}" for text in notes]
         yield from texts[:limit]
@@ -106,7 +106,8 @@ class ConversionReport:
             f"({format_part(converted, weights)})"
         )
         # A converted module without matrix weights of its own or shared ones is a norm.
-        norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
+        converted_rows = (row for row in self.modules if row.is_converted)
+        norms = sum(not row.elements and not row.counted_with for row in converted_rows)
         if not norms:
             return text
         return f"{text} and {norms} norm" + "s" * (norms > 1)
@@ -122,15 +123,15 @@ class ConversionReport:
         """Return the rows as conversion.json has them, with `done` in the place of the fate."""
         rows = []
         for row in self.modules:
-            names = {"module": row.module, "kind": row.kind, "done": row.done}
+            names = {"module": row.module, "kind": row.kind, "done": row.is_converted}
             facts = asdict(row)
             del facts["fate"]
             rows.append({**names, **facts})
         return rows
 
-    def names(self, fate: Fate) -> set[str]:
-        """Return the names of the modules with this fate."""
-        return {row.module for row in self.modules if row.fate is fate}
+    def names(self, fate: Fate) -> list[str]:
+        """Return the names of the modules with this fate, in the model's order."""
+        return [row.module for row in self.modules if row.fate is fate]
 
     def change(self, names: Collection[str], fate: Fate, why: str) -> "ConversionReport":
         """Return the report with another fate of some modules, for a reason."""
@@ -145,9 +146,7 @@ def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
 
     Four modules are named at most; where there are more, their number is in the phrase too.
     """
-    groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
-    for row in rows:
-        groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
+    groups = grouped(((row.kind, row.why, row.counted_with), row) for row in rows)
     texts = []
     for (kind, why, counted_with), group in groups.items():
         elements = sum(row.elements for row in group)

@@ -172,7 +172,7 @@ class ForwardWatch(TorchFunctionMode):
         return {name: watch.obstacle() for name, watch in watches.items() if watch.obstacle()}
 
     @property
-    def left_stacks(self) -> dict[str, str]:
+    def plain_stacks(self) -> dict[str, str]:
         """Return why stacked weights whose use the forward was to show are no experts, by the name
         of their module in reports."""
         return {

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.precision.casting import fields_of, is_wider, lost_whole_number
 from runner.precision.contract import ConversionPlan, Precision
-from runner.precision.forward_watch import ModelTrial
+from runner.precision.forward_watch import ForwardWatch, ModelTrial
 from runner.precision.keep_fp32 import KeptInFloat32, double_parts
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
@@ -135,15 +135,14 @@ class WideTrial(TorchFunctionMode):
 
 
 def find_wide_values(
-    precision: Precision, trial: ModelTrial, completes: Callable[[Any, ConversionPlan, bool], bool]
+    precision: Precision, trial: ModelTrial, watch: Callable[[], ForwardWatch]
 ) -> tuple[ConversionPlan, list[str]]:
     """Leave wider than a precision stores what the forward takes so.
 
     Args:
         precision: of the run.
         trial: the model, whose parts and kept modules are changed in place.
-        completes: returns whether a forward of this process ends without an error, by the model
-            inputs, the plan and whether the model is in training mode.
+        watch: makes the context around a forward, in which packed weights can be read.
 
     Returns:
         The plan with the dtypes of wide inputs, and lines for the console.
@@ -163,43 +162,44 @@ def find_wide_values(
     makes_float32 = storage.itemsize == 2 and not precision.has_autocast
     plan = replace(trial.plan, wide_inputs=wide, makes_float32=makes_float32)
     first = precision.cast(batch, plan)
-    watch = WideTrial(trial.model, storage, makes_float32)
+    wide_trial = WideTrial(trial.model, storage, makes_float32)
     for key, value in fields_of(first).items():
-        watch.add(value, {("input ", key)})
+        wide_trial.add(value, {("input ", key)})
     # In training mode, too, in which alone a forward may make tensors without a dtype.
     modes = (False, True) if makes_float32 else (False,)
 
     def complete_together(values: Any) -> bool:
-        results = [completes(values, plan, mode) for mode in modes]
+        results = [trial.forward(lambda: values, plan, watch(), mode) for mode in modes]
         return trial.strategy.broadcast_object(all(results))
 
-    with watch:
-        if watch.found or makes_float32:
+    with wide_trial:
+        if wide_trial.found or makes_float32:
             complete_together(first)
-    found = trial.strategy.broadcast_object(watch.found - watch.refused)
+    found = trial.strategy.broadcast_object(wide_trial.found - wide_trial.refused)
     # An autograd.Function, say, hides its operations from the trial: what is found is proven.
     for taken in (found, set[Any]()):
         kept = {key: dtype for key, dtype in wide.items() if ("input ", key) in taken}
         plan = replace(trial.plan, wide_inputs=kept, makes_float32=DEFAULT_DTYPE in taken)
-        watch.leave(taken)
+        wide_trial.leave(taken)
         if not taken or complete_together(batch):
             break
     narrow = dtype_name(storage)
     rounded = {*wide} - {*plan.wide_inputs, label} if storage.itemsize == 2 else set()
     lost = {key: lost_whole_number(fields[key], storage) for key in sorted(rounded, key=str)}
-    lines = [*_lost_number_lines(precision, lost, watch.indices)]
-    cast = {o for o in watch.found - taken if o[0] == "" or o[1] == label}
+    lines = [*_lost_number_lines(precision, lost, wide_trial.indices)]
+    cast = {o for o in wide_trial.found - taken if o[0] == "" or o[1] == label}
     if taken:
         lines.append(f"stays wider than {narrow}, as the forward takes it: {_origins_text(taken)}")
     if cast:
         lines.append(
             f"cast to {narrow}, for an operation takes nothing wider: {_origins_text(cast)}"
         )
-    if watch.losing and DEFAULT_DTYPE not in taken:
+    losing = first_names(sorted(wide_trial.losing))
+    if losing and DEFAULT_DTYPE not in taken:
         lines.append(
             f"warning: tensors made without a dtype are in {narrow}, for an operation takes no "
-            f"wider ones, and distinct values become equal in {first_names(sorted(watch.losing))}. "
-            "Make them there with dtype=torch.float32, or type precision.keep_fp32=[<module>]"
+            f"wider ones, and distinct values become equal in {losing}. Make them there with "
+            "dtype=torch.float32, or type precision.keep_fp32=[<module>]"
         )
     return plan, lines
 

@@ -107,7 +107,7 @@ def test_layers_that_count_as_converted_are_those_that_run(make_model, make_inpu
     x = make_inputs()
     precision, built = build_proven(name, make_model, x, adapter)
     called, output = names_of_called_layers(built.model, precision, x)
-    converted = {row.module for row in built.report.modules if row.done}
+    converted = {row.module for row in built.report.modules if row.is_converted}
     assert converted == called
     assert converted
     torch.manual_seed(0)
