@@ -82,10 +82,10 @@ def _converted_elements(model: nn.Module, report: ConversionReport) -> dict[str,
     layers: dict[str, int] = {}
     for row in report.modules:
         module = modules.get(row.module)
-        if row.done and isinstance(module, Experts):
+        if row.is_converted and isinstance(module, Experts):
             own = module.layer_elements()
             layers |= {f"{row.module}.{name}": size for name, size in own.items()}
-        elif row.done:
+        elif row.is_converted:
             layers[row.module] = elements.get(row.counted_with, row.elements)
     return layers
 

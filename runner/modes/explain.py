@@ -196,7 +196,7 @@ def _conversion_text(
         holders = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
         is_kept = any(isinstance(model.get_submodule(each), KeptInFloat32) for each in holders)
         return f"no: {KEEP_FP32_REASON}" if is_kept else "-"
-    if not reported.done:
+    if not reported.is_converted:
         return f"no: {reported.why}"
     remark = f" ({reported.why})" if reported.why else ""
     if isinstance(module, Experts):

@@ -19,7 +19,6 @@ from runner.diagnostics.memory.forecast import (
 from runner.modes.context import RunContext
 from runner.precision.contract import ConversionPlan, Precision
 from runner.precision.keep_fp32 import KeptInFloat32
-from runner.precision.weight_updates import UpdateRule
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.initial_weights import read_initial_weights
@@ -143,11 +142,7 @@ def _dtypes(model: nn.Module) -> str:
 
 
 def _state_bytes(
-    key: str,
-    node: Mapping[str, Any],
-    params: list[nn.Parameter],
-    model: nn.Module,
-    update: UpdateRule,
+    key: str, node: Mapping[str, Any], params: list[nn.Parameter], model: nn.Module, update: str
 ) -> int:
     """Return the bytes of optimizer state after the first step.
 
@@ -174,7 +169,7 @@ def _state_bytes(
 
 
 def _probed_bytes(
-    key: str, node: Mapping[str, Any], params: list[nn.Parameter], update: UpdateRule
+    key: str, node: Mapping[str, Any], params: list[nn.Parameter], update: str
 ) -> int:
     """Estimate the bytes of optimizer state from one real step on a small tensor of each dtype.
 

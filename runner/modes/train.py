@@ -17,7 +17,7 @@ from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
-from runner.modes.execution import FirstStepProof, build_proven_model, starting_model
+from runner.modes.execution import build_proven_model, starting_model
 from runner.modes.result import TIME_LIMIT, RunResult, print_result
 from runner.modes.startup import (
     check_evaluation,
@@ -31,6 +31,7 @@ from runner.modes.startup import (
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (
+    FirstStep,
     check_model_folders,
     save_dtypes,
     save_loss_scale,
@@ -94,13 +95,13 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             try_batch(run, state, loaders.val)
             hook = set_evaluation_hook(run, state)
             check_evaluation(run, state, loaders.validation, hook)
-        proof = FirstStepProof(run, state, built.report)
-        callbacks = _train_loop(run, state, loaders, resumed, proof)
+        first_step = FirstStep(run, state, built.report)
+        callbacks = _train_loop(run, state, loaders, resumed, first_step)
         unsaved = _save_weights(run, callbacks)
         # After the last checkpoint: the message names the newest one.
         failure = callbacks.failure_message
-        report = proof.report  # the first step may have proven more layers
-        save_dtypes(run, proof.probe, report)
+        report = first_step.report  # the first step may have proven more layers
+        save_dtypes(run, first_step.probe, report)
         save_loss_scale(run, callbacks.summary, state.step)
         summary = callbacks.summary.result_values()
         if not failure:
@@ -115,7 +116,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
         sizes |= {"planned_steps": steps, "stopped_by": "" if failure else callbacks.early_end}
         if resumed or sizes["stopped_by"]:
             run.tracker.tags({"stopped_by": sizes["stopped_by"]})
-        sizes |= report.tags() | proof.computation
+        sizes |= report.tags() | first_step.computation
         sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
     result = build_result(run, sizes | summary, perf_counter() - start)
     problems = [failure, *unsaved] if failure else unsaved
@@ -144,12 +145,12 @@ def _train_loop(
     state: TrainState,
     loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
-    proof: FirstStepProof,
+    first_step: FirstStep,
 ) -> TrainingCallbacks:
     """Train with every callback reading the records; return the callbacks."""
     spec = run.spec
     if spec.train.compile:  # compiled modules do not show their dtypes to the probe
-        with run.signals.interruptible(), proof.probe:
+        with run.signals.interruptible(), first_step.probe:
             try_batch(run, state, loaders.val, says_layout=False)
     prepare_model(spec, run.precision, run.device, state.plain_model)
     start_step = resumed.content["step"] if resumed else 0
@@ -165,7 +166,7 @@ def _train_loop(
         loaders.train,
         loaders.validation,
         spec.train,
-        step_context=_step_contexts(run, callbacks, proof),
+        step_context=_step_contexts(run, callbacks, first_step),
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
         should_finish=callbacks.should_finish,
@@ -282,7 +283,7 @@ def _refuse_gradients_of_original() -> AbstractContextManager[object]:
 
 
 def _step_contexts(
-    run: RunContext, callbacks: TrainingCallbacks, proof: FirstStepProof
+    run: RunContext, callbacks: TrainingCallbacks, first_step: FirstStep
 ) -> Callable[[int], AbstractContextManager[object]]:
     """Return the function that makes the context around a step.
 
@@ -303,7 +304,15 @@ def _step_contexts(
         scaled = state.scale.value is not None and not compiles
         hooks = watch_gradient_calls(run.say) if scaled else _UNMEASURED
         given = _refuse_gradients_of_original()
-        with run.signals.interruptible(), given, proof.probe, proof.watch(), hooks, casts, measured:
+        with (
+            run.signals.interruptible(),
+            given,
+            first_step.probe,
+            first_step.watch(),
+            hooks,
+            casts,
+            measured,
+        ):
             yield
         # The step shows what has a gradient, and what a model returns in training mode alone.
         for loss, weight in state.loss_weights.items():
@@ -313,7 +322,7 @@ def _step_contexts(
             )
         state.end_first_step()
         callbacks.name_untrained()
-        proof.describe()
+        first_step.describe()
 
     @contextmanager
     def around_second(measured: AbstractContextManager[object]) -> Iterator[None]:

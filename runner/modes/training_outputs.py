@@ -6,8 +6,8 @@ The run's config, environment and commit are written by run_metadata.py.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from platform import node
@@ -23,11 +23,13 @@ from runner.data.stream_loader import BatchLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
 from runner.modes.context import RunContext
-from runner.precision.conversion_report import ConversionReport
+from runner.precision.conversion_proof import RAN_IN_TRAINING_REASON, watch_first_step
+from runner.precision.conversion_report import ConversionReport, Fate
 from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook
+from runner.training.expert_loads import ExpertLoads
 from runner.training.model_call import call_model, taken_inputs
 from runner.training.pretrained_folder import (
     is_pretrained_model,
@@ -40,8 +42,8 @@ from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.tensor_task import TensorTask
 from runner.utils.errors import ConfigError
 from runner.utils.files import os_error_reason, prepare_output, write_table
-from runner.utils.formatting import format_number, relative_path
-from runner.utils.layout import ADAPTER_FOLDER, PRETRAINED_FOLDER
+from runner.utils.formatting import first_names, format_number, relative_path
+from runner.utils.layout import ADAPTER_FOLDER, PRETRAINED_FOLDER, ROUTERS
 from runner.utils.plots import chart_style
 from runner.utils.tensors import dtype_name
 
@@ -55,8 +57,8 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) -> None:
     """Save in which dtypes each module stores and computes, a table on MLflow's page."""
     conversions = {}
-    for module in report.modules:
-        conversions[module.module] = "converted" if module.done else f"skipped: {module.why}"
+    for row in report.modules:
+        conversions[row.module] = "converted" if row.is_converted else f"skipped: {row.why}"
     rows = probe.table()
     if conversions:
         rows = [{**row, "conversion": conversions.get(row["module"], "")} for row in rows]
@@ -85,6 +87,53 @@ def describe_computation(
     tags = {"matrix_work": found.matrix_work, "caveats": caveats}
     run.tracker.tags({key: text for key, text in tags.items() if text})
     return found._asdict()
+
+
+class FirstStep:
+    """Watches the first training step, shows what it computed in, and saves what routers chose.
+
+    Attributes:
+        report: the conversion as proven so far: converted layers that run only in this step count
+            from then on.
+        probe: takes the dtypes of the step.
+        computation: fields of RunResult on what the step computed in, once described.
+    """
+
+    def __init__(self, run: RunContext, state: TrainState, report: ConversionReport) -> None:
+        self.report = report
+        self.probe = DtypeProbe(state.model)
+        self.computation: dict[str, Any] = {}
+        self._run = run
+        self._state = state
+        self._loads = ExpertLoads(state.plain_model)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Return the context around the step; see conversion_proof.watch_first_step."""
+        run = self._run
+        # A compiled model runs past the watch.
+        if run.spec.train.compile:
+            yield
+            return
+        with watch_first_step(run.precision, self._state.plain_model, self.report) as proven:
+            yield
+        if not proven:
+            return
+        self.report = self.report.change(proven, Fate.CONVERTED, RAN_IN_TRAINING_REASON)
+        done, layers = self.report.layer_counts
+        names = first_names(sorted(proven))
+        run.say(f"converted {done} of {layers} layers: {names} ran in the first step")
+        run.tracker.tags(self.report.tags())
+        run.save_json("conversion.json", self.report.to_list())
+
+    def describe(self) -> None:
+        """Warn of what the step did not compute as asked, and save what routers chose."""
+        choices = self._loads.choices()
+        self._loads.close()
+        # A step on the weights that training starts from: precisions have them in common.
+        if choices and self._state.step == 1:
+            self._run.save_json(ROUTERS, choices)
+        self.computation = describe_computation(self._run, self.probe, self.report)
 
 
 def set_evaluation_hook(

@@ -1,20 +1,34 @@
 """Numerical precisions: policies that convert models, and the loss scales that they train with.
 
 `precision(name, device)` returns the Policy for a training loop of one's own; a precision of one's
-own is a subclass of Precision.
+own is a subclass of BasePrecision.
 """
 
-from runner.precision.contract import Precision
-from runner.precision.conversion_report import ConversionReport
-from runner.precision.policy import Policy, precision
-from runner.utils.errors import ConfigError, PolicyError, Unavailable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ConfigError",
-    "ConversionReport",
-    "Policy",
-    "PolicyError",
-    "Precision",
-    "Unavailable",
-    "precision",
-]
+from runner.utils.errors import ConfigError as ConfigError
+from runner.utils.errors import PolicyError as PolicyError
+from runner.utils.errors import Unavailable as Unavailable
+
+if TYPE_CHECKING:
+    from runner.precision.base import BasePrecision as BasePrecision
+    from runner.precision.contract import Precision as Precision
+    from runner.precision.conversion_report import ConversionReport as ConversionReport
+    from runner.precision.policy import Policy as Policy
+    from runner.precision.policy import precision as precision
+
+_MODULES = {
+    "BasePrecision": "base",
+    "ConversionReport": "conversion_report",
+    "Policy": "policy",
+    "Precision": "contract",
+    "precision": "policy",
+}
+"""Module of each public name. They are imported when they are used: a run needs no policy."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -12,13 +12,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.precision import options
-from runner.precision.contract import ConvertingPrecision
+from runner.precision import devices, options
 from runner.precision.conversion import change_class
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
-from runner.utils.errors import Unavailable
+from runner.utils.errors import Unavailable, refuse
 from runner.utils.tensors import unit_roundoff
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
@@ -79,7 +79,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 f"precision.threshold={self.threshold}: {self.mode} has none. Type "
                 "precision=bnb-int8, or leave it out."
             )
-        options.refuse(problems + options.product_problems(self))
+        refuse(problems + self._product_problems())
         self._derive(compute=options.DTYPES[self.compute_dtype])
         # In every other mode the packed weights are all that is stored.
         if self.mode != "int8-training":
@@ -95,7 +95,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
         if device.type not in ("cpu", "cuda"):
             raise Unavailable(
                 f"precision={self.name} needs a CPU or an NVIDIA GPU of compute capability "
-                f"{options.dotted(min_capability)} or higher; this run is on {device.type}.",
+                f"{devices.dotted(min_capability)} or higher; this run is on {device.type}.",
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
@@ -113,13 +113,13 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "Type python -m bitsandbytes to see why, or precision=bf16-true.",
             )
         if device.type == "cuda":
-            nearest = f"{options.native_half_prefix(device)}-true"
+            nearest = f"{devices.native_half_prefix(device)}-true"
             remedy = f"Nearest that runs here: precision={nearest}."
-            options.require_capability(self.name, device, min_capability, remedy)
+            devices.require_capability(self.name, device, min_capability, remedy)
         if self.compute is torch.bfloat16:
             setting = f"{self.name} precision.compute_dtype=bfloat16"
             remedy = "Type precision.compute_dtype=float16, or precision.compute_dtype=float32."
-            options.require_bfloat16(setting, device, remedy)
+            devices.require_bfloat16(setting, device, remedy)
 
     def find_obstacle(self, module: nn.Module) -> str:
         # torch 2.11's int8 product is wrong for one input.

@@ -1,69 +1,40 @@
 """The precision contract: what the rest of the runner may ask of a precision.
 
-Abstract bases and final subclasses. A new precision is one class and one yaml in conf/precision/,
-or in the user's own --config-dir; the contract test, `doctor`, mode=advise and the docs pick it up
-from there. No other module looks at a precision's name: what messages, lists and the advisor need
-is a member here, with a default that follows from the dtypes.
-
-How to add one: make a frozen dataclass whose fields are the keys of its yaml, and whose
-__post_init__ refuses values that are not allowed (`options.refuse`) and derives storage, compute
-and what else differs from the defaults here (`_derive`). A precision that computes by autocast is
-like MixedPrecision; one that replaces linear layers is a ConvertingPrecision, like
-Float8Precision: it says which layers it cannot hold (find_obstacle) and replaces one
-(convert_layer).
+What messages, lists and the advisor need of a precision is a member here, with a default that
+follows from the dtypes, so that a precision of the user's own has it, too.
+runner.precision.base implements the contract by dtypes, and says how to add a precision.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from inspect import isabstract
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from runner.distributed.strategy import Strategy
-from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
-from runner.precision.conversion import (
-    ConversionRules,
-    convert_modules,
-    find_routers,
-    named_experts,
-)
 from runner.precision.conversion_report import ConversionReport
-from runner.precision.emulation.cpu_kernels import KernelChoice
-from runner.precision.emulation.formats import FORMATS, FP8_ROUNDOFFS
-from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
-from runner.precision.layers.conv1d import linear_classes
 from runner.precision.loss_scale import LossScale, NoLossScale
-from runner.precision.options import switched, wanted_switches
-from runner.precision.sessions import Session, open_session
-from runner.precision.weight_updates import UpdateRule
 from runner.utils.errors import Unavailable
 from runner.utils.tensors import dtype_name
 
 CPU_DEVICE = torch.device("cpu")
-_NO_CONTEXT = nullcontext()
 
 
 class ComputeFormat(NamedTuple):
     """A number format narrower than float32 in which a precision computes.
 
     Attributes:
-        name: a key of runner.precision.emulation.formats.FORMATS.
+        name: of its dtype, without "torch.".
         kinds: the tensors that are rounded to it: "activations", "weights", "gradients" (only
             where no loss scale lifts them), "updates" (where weights are stored in it).
     """
 
     name: str
     kinds: tuple[str, ...]
-
-
-# Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
-# and e5m2, which the others take, is wider.
-FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
 @dataclass(frozen=True)
@@ -81,6 +52,8 @@ class ConversionPlan:
         caches_casts: autocast casts a weight once in a forward, not at each use.
         makes_float32: tensors that a forward makes without a dtype are float32, and not in the
             storage dtype.
+        plain_stacks: why stacked weights are not those of experts, by the name of their module in
+            reports.
     """
 
     bypassed: Mapping[str, str] = field(default_factory=dict)
@@ -89,6 +62,7 @@ class ConversionPlan:
     wide_inputs: Mapping[str | int, torch.dtype] = field(default_factory=dict)
     caches_casts: bool = True
     makes_float32: bool = False
+    plain_stacks: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_PLAN = ConversionPlan()
@@ -96,6 +70,8 @@ NO_PLAN = ConversionPlan()
 
 class Precision(ABC):
     """One numerical precision: a value that nothing changes once it is built.
+
+    Abstract: BasePrecision implements what has no default here.
 
     Attributes:
         name: label of the run, which is the name of its yaml.
@@ -114,15 +90,12 @@ class Precision(ABC):
             they can.
         no_recompute_reason: reason why a forward can neither be compiled nor recomputed in the
             backward, with what to type; empty where it can.
-        float32_matmul: one of options.MATMUL_PRECISIONS; anything but `highest` lets float32
+        float32_matmul: for torch.set_float32_matmul_precision; anything but `highest` lets float32
             products run in TF32 (10-bit mantissa), convolutions too. Empty leaves all of torch's
             settings of products.
-        cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
-        reduced_precision_reduction: half-precision products on CUDA may add their parts in half
-            precision.
         operand_roundoffs: the unit roundoffs of a converted layer's operands and of its output
             gradients, up to which mode=diff takes differences for rounding.
-        emulates_products: on a CPU, products are computed as tensor cores compute them.
+        converts_layers: layers are replaced, so that precision.ignore_modules can leave some.
     """
 
     name: str
@@ -134,20 +107,21 @@ class Precision(ABC):
     freezes: bool = False
     trains_for: str = ""
     trained_in: str = ""
-    update: UpdateRule = "nearest"
+    update: str = "nearest"
     emulated: bool = False
     unshardable_reason: str = ""
     no_recompute_reason: str = ""
     float32_matmul: str = ""
-    cpu_float16: KernelChoice = "auto"
-    reduced_precision_reduction: bool = False
-    emulates_products: bool = False
-    operand_roundoffs: tuple[float, float] = FP8_ROUNDOFFS
+    operand_roundoffs: tuple[float, float] = (0.0, 0.0)
+    converts_layers: bool = False
 
-    def _derive(self, **values: Any) -> None:
-        """Set attributes that follow from the fields, while __post_init__ builds the value."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if isabstract(cls):
+            raise TypeError(
+                f"{cls.__name__} lacks {', '.join(sorted(cls.__abstractmethods__))}. Derive it "
+                "from runner.precision.BasePrecision, which has them."
+            )
+        return super().__new__(cls)
 
     def substitute(self, device: torch.device) -> "Precision":
         """Return the precision that runs in this one's place on the device: itself, unless a key
@@ -164,8 +138,8 @@ class Precision(ABC):
             what = f"precision={self.name}, strategy={strategy.name}: {self.unshardable_reason}."
             raise Unavailable(what, "Type strategy=ddp.")
 
-    @contextmanager
-    def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+    @abstractmethod
+    def session(self, model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
         """Return the context around the whole run, which sets the process-wide switches that the
         precision needs and restores them after.
 
@@ -173,13 +147,8 @@ class Precision(ABC):
             PolicyError: another session or run is open, in this thread or another, that needs
                 other switches.
         """
-        if not self.float32_matmul:
-            yield
-            return
-        wanted = wanted_switches(self, model, device)
-        with open_session(Session(self.name, wanted, switched(wanted, model))):
-            yield
 
+    @abstractmethod
     def convert(
         self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
     ) -> tuple[nn.Module, ConversionReport]:
@@ -193,15 +162,11 @@ class Precision(ABC):
         Raises:
             ConfigError: a pattern matches nothing, or a module cannot be converted.
         """
-        kept = find_kept_modules(model, self.keep_fp32, self.storage)
-        keep_in_float32(model, kept, self.storage)
-        own_dtypes, lines = find_kept_tensors(model, self.storage, device)
-        cast_floats(model, self.storage, {**own_dtypes, **dict.fromkeys(kept, torch.float32)})
-        return model, ConversionReport(kept=lines)
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ConfigError for an optimizer that cannot work in this precision."""
 
+    @abstractmethod
     def forward(
         self, device: torch.device, plan: ConversionPlan = NO_PLAN
     ) -> AbstractContextManager[Any]:
@@ -211,10 +176,8 @@ class Precision(ABC):
             device: where the model computes.
             plan: by which the model is called.
         """
-        if self.has_autocast:
-            return autocast(device.type, self.compute, plan.caches_casts)
-        return self._default_dtype(plan)
 
+    @abstractmethod
     def backward(
         self, device: torch.device, plan: ConversionPlan = NO_PLAN
     ) -> AbstractContextManager[Any]:
@@ -223,15 +186,8 @@ class Precision(ABC):
         A model's own activation checkpointing recomputes forwards there. It needs no autocast:
         torch.utils.checkpoint restores that by itself.
         """
-        return self._default_dtype(plan)
 
-    def _default_dtype(self, plan: ConversionPlan) -> AbstractContextManager[Any]:
-        """Return the context in which tensors that are made without a dtype get the storage dtype;
-        torch's default is float32."""
-        if self.has_autocast or plan.makes_float32 or self.storage is torch.float32:
-            return _NO_CONTEXT
-        return default_dtype(self.storage)
-
+    @abstractmethod
     def cast(self, inputs: Any, plan: ConversionPlan = NO_PLAN) -> Any:
         """Return a batch's model inputs in the dtypes that the model needs.
 
@@ -239,18 +195,15 @@ class Precision(ABC):
             inputs: a nest of tensors, which get the storage dtype; autocast casts from it.
             plan: names the fields that get another dtype.
         """
-        return cast_fields(inputs, self.storage, plan.wide_inputs)
 
+    @abstractmethod
     def cast_target(self, target: Any) -> Any:
         """Return a target for a loss in the precision (autocast_loss), a nest of tensors."""
-        return cast_nest(target, self.storage)
 
+    @abstractmethod
     def loss_pair(self, output: Any, target: Any) -> tuple[Any, Any]:
         """Return a model's output and a target as a loss outside the precision takes them: in
         float32; in float64 under 64-true, and where the model returns float64."""
-        dtypes = {leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-        dtype = torch.float64 if torch.float64 in dtypes else self.loss_dtype
-        return cast_nest(output, dtype), cast_nest(target, dtype)
 
     def scale(self, device: torch.device) -> LossScale:
         """Return the loss scale of a run, whose tensors are on the device."""
@@ -275,7 +228,7 @@ class Precision(ABC):
     def kernels(self, model: nn.Module, device: torch.device) -> str:
         """Return which kernels compute a model's half precision in a session; empty where there is
         no choice."""
-        return wanted_switches(self, model, device).kernels if self.float32_matmul else ""
+        return ""
 
     @property
     def storage_format(self) -> str:
@@ -296,11 +249,6 @@ class Precision(ABC):
     # defaults follow from the dtypes, so that a precision of the user's own has them, too.
 
     @property
-    def converts_layers(self) -> bool:
-        """Return whether layers are replaced, so that precision.ignore_modules can leave some."""
-        return hasattr(self, "ignore_modules")
-
-    @property
     def loses_updates(self) -> bool:
         """Return whether updates are rounded away that are small beside their weight."""
         return self.storage.itemsize == 2 and self.update == "nearest"
@@ -314,8 +262,7 @@ class Precision(ABC):
     @property
     def formats(self) -> tuple[ComputeFormat, ...]:
         """Return the formats under 32 bits that it computes in, the narrowest first."""
-        name = dtype_name(self.compute)
-        if name not in FORMATS:
+        if self.compute.itemsize > 2:
             return ()
         kinds = ["activations", "weights"]
         # A loss scale lifts gradients out of the format's smallest values.
@@ -324,7 +271,7 @@ class Precision(ABC):
         # An update is rounded to the format where the weight that it is added to is stored in it.
         if self.storage == self.compute and self.update == "nearest":
             kinds.append("updates")
-        return (ComputeFormat(name, tuple(kinds)),)
+        return (ComputeFormat(dtype_name(self.compute), tuple(kinds)),)
 
     @property
     def has_limited_range(self) -> bool:
@@ -354,90 +301,10 @@ class Precision(ABC):
     def sort_key(self) -> tuple[float, ...]:
         """Return the precision's place in lists, where the widest comes first: by the bytes of its
         narrowest format, by those of storage, then by range. Equal keys are ordered by name."""
-        narrowest = FORMATS[self.formats[0].name].dtype if self.formats else self.compute
+        narrowest = getattr(torch, self.formats[0].name) if self.formats else self.compute
         return (-narrowest.itemsize, -self.storage.itemsize, -torch.finfo(self.compute).max)
 
     @property
     def loss_dtype(self) -> torch.dtype:
         """Return the dtype of floating outputs and targets in the loss if autocast_loss is off."""
         return torch.float64 if self.storage is torch.float64 else torch.float32
-
-
-class ConvertingPrecision(Precision):
-    """Low-precision linear layers; the rest of the model computes by autocast, or as it is stored.
-
-    A subclass says which layers it cannot hold, and replaces the others. It has autocast where it
-    computes in another dtype than it stores.
-
-    Attributes:
-        ignore_modules: patterns of modules that are not converted.
-        experts: patterns of stacked weights of experts, see conversion.named_experts.
-        keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
-            to the storage dtype.
-        skips_shared: layers that share a parameter are not converted.
-        layers_compute_in: the format of the products of converted layers, as a phrase; empty where
-            they are in the dtype of the others.
-        layer_formats: the number formats of converted layers, the narrowest first.
-    """
-
-    ignore_modules: Sequence[str] = ()
-    experts: Sequence[str] = ()
-    keeps_dtypes: bool = False
-    skips_shared: bool = False
-    layers_compute_in: str = ""
-    layer_formats: tuple[ComputeFormat, ...] = ()
-
-    @abstractmethod
-    def find_obstacle(self, module: nn.Module) -> str:
-        """Return why a linear layer that is not converted cannot be; empty where it can."""
-
-    def convert_layer(self, module: nn.Module, device: torch.device) -> None:
-        """Replace a linear layer, in place; the device is the one where it will run.
-
-        A subclass has this method, or a convert_layers of its own.
-        """
-        raise NotImplementedError
-
-    def convert_layers(
-        self, model: nn.Module, rules: ConversionRules, device: torch.device
-    ) -> ConversionReport:
-        """Replace the layers that the rules allow, in place, on the device where they will run."""
-        convert_layer = partial(self.convert_layer, device=device)
-        return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
-
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
-    ) -> tuple[nn.Module, ConversionReport]:
-        # Before the conversion: what either refuses leaves the model unchanged.
-        kept = find_kept_modules(model, self.keep_fp32, self.storage)
-        own_dtypes, lines = find_kept_tensors(model, self.storage, device)
-        rules = ConversionRules(
-            self.name,
-            self.ignore_modules,
-            kept,
-            self.find_obstacle,
-            # A packed weight is a new object.
-            new_weights=self.freezes,
-            bypassed=plan.bypassed,
-            skips_shared=self.skips_shared,
-            kept=own_dtypes,
-            experts={**named_experts(model, self.experts), **plan.expert_layouts},
-            finds_experts=plan.finds_experts,
-        )
-        wide = kept | find_routers(model, rules)
-        report = self.convert_layers(model, rules, device)
-        keep_in_float32(model, wide, self.storage)
-        if not self.keeps_dtypes:
-            in_float32 = dict.fromkeys(wide, torch.float32)
-            cast_floats(model, self.storage, {**own_dtypes, **in_float32})
-        return model, replace(report, kept=lines)
-
-    @property
-    def compute_format(self) -> str:
-        if not self.layers_compute_in:
-            return super().compute_format
-        return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
-
-    @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        return (*self.layer_formats, *super().formats)

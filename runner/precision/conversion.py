@@ -17,7 +17,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.precision.conversion_report import ConversionReport, ModuleConversion, summarize_modules
+from runner.precision.contract import NO_PLAN, ConversionPlan
+from runner.precision.conversion_report import (
+    ConversionReport,
+    Fate,
+    ModuleConversion,
+    summarize_modules,
+)
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
@@ -36,8 +42,6 @@ ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dott
 KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"
 IGNORED_REASON = "named by precision.ignore_modules"
 ROUTER_REASON = "a router: it stays in float32, unless precision.ignore_modules names it"
-# Reasons that the user, or the model's author, gave.
-_CHOICES = (KEEP_FP32_REASON, KEPT_REASON, IGNORED_REASON)
 # Where nn.Module keeps hooks. The dictionaries stay the same objects, so that handles that the user
 # holds still remove their hooks.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -56,13 +60,12 @@ class ConversionRules:
         find_obstacle: returns why this precision cannot hold a module; empty where it can.
         new_weights: the weight becomes another object, so that no other module may share it and
             no hook may be registered on it.
-        bypassed: reasons to skip modules, by dotted name; see ConversionPlan.bypassed.
         skips_shared: skip layers that share a parameter, although no weight is replaced.
         kept: names of the parameters and buffers that keep their dtype.
         experts: dotted names of stacked weights, and whether each is transposed, beside those that
             modules say they have; see layers.experts.own_stacks.
-        finds_experts: a forward follows that shows which of the other stacked weights are
-            multiplied expert by expert; until then plain layers compute their products.
+        plan: what forwards have found out about the model. Where one follows that finds further
+            experts, plain layers compute the products of the other stacked weights until then.
     """
 
     name: str
@@ -70,11 +73,10 @@ class ConversionRules:
     keep_fp32: Collection[str] = ()
     find_obstacle: Callable[[nn.Module], str] = lambda module: ""
     new_weights: bool = False
-    bypassed: Mapping[str, str] = field(default_factory=dict)
     skips_shared: bool = False
     kept: Collection[str] = ()
     experts: Mapping[str, bool] = field(default_factory=dict)
-    finds_experts: bool = False
+    plan: ConversionPlan = NO_PLAN
 
     def stacks(self, path: str, module: nn.Module) -> dict[str, bool]:
         """Return the stacked weights of experts that a module holds, by name, and whether each is
@@ -103,8 +105,8 @@ def convert_modules(
             on a weight that would be replaced.
     """
     pairs = classify_modules(model, tuple(converters), rules)
-    candidates = _candidates(pairs, rules) if rules.finds_experts else {}
-    chosen = [(row.module, module) for row, module in pairs if row.done]
+    candidates = _candidates(pairs, rules) if rules.plan.finds_experts else {}
+    chosen = [(row.module, module) for row, module in pairs if row.is_converted]
     chosen = [(path, module) for path, module in chosen if module not in candidates]
     report = ConversionReport(tuple(row for row, _ in pairs))
     if chosen or not candidates:
@@ -140,9 +142,9 @@ def _candidates(
     experts, and the names of those weights."""
     found = {}
     for row, module in pairs:
-        stacks = possible_stacks(module) if row.why not in _CHOICES else {}
+        stacks = {} if row.fate is Fate.DECLINED else possible_stacks(module)
         # precision.experts may name one of several; transformers declares all.
-        known = rules.stacks(row.module, module) if row.done else {}
+        known = rules.stacks(row.module, module) if row.is_converted else {}
         if stacks.keys() - known.keys() and not own_stacks(module):
             found[module] = stacks
     return found
@@ -167,14 +169,15 @@ def classify_modules(
     # By identity: a module that is registered twice can be meant by either name.
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
-    ignored = {modules[name] for name in ignored_names}
+    declined = {modules[name]: IGNORED_REASON for name in ignored_names}
+    for name in rules.kept:
+        declined[modules[name.rpartition(".")[0]]] = KEPT_REASON
     routers = {modules[name] for name in find_routers(model, rules)}
-    kept: set[nn.Module] = set()
     for name in rules.keep_fp32:
         # Of a tensor's name, the layer that holds it.
         holder = model.get_submodule(name.rpartition(".")[0])
-        kept.update(modules[name].modules() if name in modules else [holder])
-    keeping = {modules[name.rpartition(".")[0]] for name in rules.kept}
+        kept = modules[name].modules() if name in modules else [holder]
+        declined |= dict.fromkeys(kept, KEEP_FP32_REASON)
     holders = _holders_by_parameter(model)
     pairs: list[tuple[ModuleConversion, nn.Module]] = []
     for name, module in model.named_modules():
@@ -187,21 +190,20 @@ def classify_modules(
             continue
         path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.
-        if module in kept:
-            why = KEEP_FP32_REASON
-        elif module in keeping:
-            why = KEPT_REASON
-        elif module in ignored:
-            why = IGNORED_REASON
+        fate = Fate.SKIPPED
+        if module in declined:
+            fate, why = Fate.DECLINED, declined[module]
         elif module in routers:
             why = ROUTER_REASON
-        elif rules.bypassed.get(path):
-            why = rules.bypassed[path]
+        elif path in rules.plan.bypassed:
+            why = rules.plan.bypassed[path]
         elif rules.stacks(path, module):
             why = _obstacle_of_experts(path, module, rules, holders)
         else:
             why = _obstacle(path, module, kind, rules, holders)
-        pairs.append((ModuleConversion(path, type(module).__name__, not why, why), module))
+        if not why:
+            fate = Fate.CONVERTED
+        pairs.append((ModuleConversion(path, type(module).__name__, fate, why), module))
     return _with_counts(pairs, rules)
 
 
@@ -359,7 +361,7 @@ def _with_counts(
     A shared weight is counted once: with the first module that is converted, else with the first.
     """
     # Converted rows first; the sort is stable, so that the model's order decides among them.
-    converted_first = sorted(pairs, key=lambda pair: not pair[0].done)
+    converted_first = sorted(pairs, key=lambda pair: not pair[0].is_converted)
     owners: dict[int, str] = {}
     for row, module in converted_first:
         for parameter in weight_matrices(module).values():
@@ -378,7 +380,7 @@ def _with_counts(
             row,
             elements=sum(elements.values()),
             # A converted layer's other matrices keep their format.
-            converted=sum(elements.get(name, 0) for name in names) if row.done else 0,
+            converted=sum(elements.get(name, 0) for name in names) if row.is_converted else 0,
             counted_with="" if elements else ", ".join(sorted(others)),
         )
         counted_pairs.append((counted, module))

@@ -1,233 +1,243 @@
-"""Watch a forward for converted layers that do not run, or whose weight something else reads.
+"""Prove by a forward on the first batch that a model computes with what was converted of it.
 
-A model may take a layer's weight (`F.linear(x, layer.weight)`) and never call the layer: then
-nothing is computed in the converted format. Where the weight is packed, the reader gets codes
-instead of numbers, and `x.to(layer.weight.dtype)` rounds activations to uint8.
+Layers that the model bypasses stay unconverted, and experts that the forward finds are converted:
+for that a model is built a second time.
 """
 
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
-from runner.distributed.strategy import is_sharded
-from runner.precision.conversion import ROOT_NAME
-from runner.precision.conversion_report import ConversionReport
-from runner.precision.layers.conv1d import is_packed
-from runner.precision.layers.experts import Experts, ExpertsWatch, expert_stacks
-from runner.precision.layers.quantized_linear import PackedWeight
-from runner.utils.module_tape import ModuleTape
+from runner.precision.contract import ConversionPlan, Precision
+from runner.precision.conversion_report import ConversionReport, Fate
+from runner.precision.forward_watch import (
+    ForwardWatch,
+    ModelTrial,
+    adapted_layers,
+    converted_layers,
+    expert_layouts,
+    holds_matrix,
+)
+from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
+from runner.precision.wide_values import find_wide_values
+from runner.utils.errors import ConfigError
+from runner.utils.formatting import first_names
+from runner.utils.modules import matches_pattern
 
-
-def converted_layers(model: nn.Module, report: ConversionReport) -> dict[str, nn.Module]:
-    """Return the converted modules of a model by the names that its report gives them."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    layers = {}
-    for row in report.modules:
-        module = modules.get("" if row.module == ROOT_NAME else row.module)
-        # An adapter's wrapper has taken the name.
-        while hasattr(module, "get_base_layer"):
-            module = module.get_base_layer()  # type: ignore[union-attr,operator]
-        if row.done and module is not None:
-            layers[row.module] = module
-    return layers
-
-
-def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that an adapter adds to, by the names that they have without it."""
-    return {
-        name: module.get_base_layer()  # type: ignore[operator]
-        for name, module in model.named_modules()
-        if hasattr(module, "get_base_layer")
-    }
+# Why a converted layer counts as not converted; the texts are in conversion.json.
+BYPASSED_REASON = "the model reads its weight and passes its forward by"
+CODES_REASON = "the model reads its weight itself, which packed would hold codes"
+NOT_RUN_REASON = "converted, but not proven: it did not run in the first batch"
+# Why it counts after all.
+RAN_IN_TRAINING_REASON = "ran in the first step, not in the evaluation before it"
 
 
-def expert_layouts(model: nn.Module) -> dict[str, bool | None]:
-    """Return the dotted names of a model's stacked weights, and whether each is transposed; None
-    where it is not converted, and stands for one that a forward is to find."""
-    return {
-        stack.name: None if stack.module.is_trial else stack.transposed
-        for stack in expert_stacks(model)
-    }
-
-
-def holds_matrix(layer: nn.Module) -> bool:
-    """Return whether a layer holds a matrix, as a norm does not."""
-    if isinstance(layer, Experts):
-        return True
-    weight = layer._parameters.get("weight")
-    return weight is not None and weight.ndim > 1
-
-
-class _Forward(NamedTuple):
-    """A forward that a ForwardWatch follows.
+class Proof(NamedTuple):
+    """What a precision has found out about a model on its first batch.
 
     Attributes:
-        layer: name of the converted layer that it is of; empty for other modules.
-        holds: names of the layers whose weights its module holds as its own.
-        is_model: whether it is the model's.
+        plan: by which the model is called; or built again, where that is needed.
+        report: the conversion as far as it is proven.
+        needs_rebuild: the model must be built again, by the plan.
     """
 
-    layer: str = ""
-    holds: AbstractSet[str] = frozenset()
-    is_model: bool = False
+    plan: ConversionPlan
+    report: ConversionReport
+    needs_rebuild: bool = False
 
 
-class ForwardWatch(TorchFunctionMode):
-    """A context that watches the converted layers in one forward and restores every module after.
+class _TrialResult(NamedTuple):
+    """The layers that a trial forward proves or disproves.
 
-    Code outside a layer that reads its packed weight gets the numbers that the weight represents,
-    so that the forward continues and one pass finds all such readers.
+    Attributes:
+        layers_run: names of the converted layers that ran.
+        bypass_reasons: reasons why others count as not converted, by name.
+        forward_completed: whether the forward returned without an error.
+        experts: dotted names of the stacked weights that are multiplied expert by expert, and
+            whether each is transposed.
+        plain_stacks: see ConversionPlan.
+    """
+
+    layers_run: set[str]
+    bypass_reasons: dict[str, str]
+    forward_completed: bool
+    experts: dict[str, bool]
+    plain_stacks: dict[str, str]
+
+
+def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool = False) -> Proof:
+    """Return what forwards on the first batch show about a model; all processes call it.
 
     Args:
-        model: the model that holds the layers.
-        layers: converted modules by name.
+        precision: that converted the model.
+        trial: the model, and how its forward is computed.
+        is_rebuilt: the model was built by the plan of an earlier proof.
 
-    Attributes:
-        executed: names of the layers whose own forward ran.
-        read_elsewhere: names of the layers whose weight other code computed with.
+    Raises:
+        ConfigError: no converted layer runs, other layers are bypassed in the second build, or
+            16 bits would change whole numbers of which the forward makes integers.
     """
+    model = trial.model
+    converted = converted_layers(model, trial.report)
+    adapted = adapted_layers(model)
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.model = model
-        self.layers = layers
-        self.executed: set[str] = set()
-        self.read_elsewhere: set[str] = set()
-        self._names = self._weight_names()
-        self._watches: dict[Experts, ExpertsWatch] = {}
-        # The forwards that run now, the outermost first.
-        self._running: list[_Forward] = []
-        self._tape = ModuleTape()
+    def watch() -> ForwardWatch:
+        return ForwardWatch(model, adapted | converted)
 
-    @property
-    def bypassed(self) -> set[str]:
-        """Return the names of the layers that must not be converted: a plain weight may be read by
-        other code as long as the layer runs too, a packed one may not."""
-        packed = {name for name in self.read_elsewhere if is_packed(self.layers[name])}
-        return (self.read_elsewhere - self.executed) | packed | self.obstacles.keys()
-
-    @property
-    def obstacles(self) -> dict[str, str]:
-        """Return why the forward cannot compute with converted experts, by their module's name."""
-        watches = {
-            name: self._watches[module]
-            for name, module in self.layers.items()
-            # Of those whose use it was to show, others may be experts.
-            if isinstance(module, Experts)
-            and not (module.is_trial and self._watches[module].transposed())
-        }
-        return {name: watch.obstacle() for name, watch in watches.items() if watch.obstacle()}
-
-    @property
-    def left_stacks(self) -> dict[str, str]:
-        """Return why stacked weights whose use the forward was to show are no experts, by the name
-        of their module in reports."""
-        return {
-            name or ROOT_NAME: self._watches[module].obstacle()
-            for name, module in self.model.named_modules()
-            if isinstance(module, Experts) and module.is_trial and self._watches[module].obstacle()
-        }
-
-    def experts(self) -> dict[str, bool]:
-        """Return the dotted names of the stacked weights whose products the forward computed with
-        experts, and whether each is transposed."""
-        return {
-            f"{name}.{stack}".removeprefix("."): transposed
-            for name, module in self.model.named_modules()
-            if isinstance(module, Experts)
-            for stack, transposed in self._watches[module].transposed().items()
-        }
-
-    def __enter__(self) -> "ForwardWatch":
-        names = {id(layer): name for name, layer in self.layers.items()}
-        self._watches = {m: ExpertsWatch() for m in self.model.modules() if isinstance(m, Experts)}
-        for module, watch in self._watches.items():
-            module.watch = watch
-        for module in self.model.modules():
-            held = [*module._parameters.values()]
-            if hasattr(module, "get_base_layer"):
-                # DoRA reads the weight of the layer that it adds to, beside that layer's forward.
-                held.append(module.get_base_layer()._parameters.get("weight"))  # type: ignore[union-attr,operator]
-            # A module may share a converted layer's weight, as an embedding may.
-            weights = {self._names[id(p)] for p in held if id(p) in self._names}
-            if id(module) in names:
-                self._watch(module, _Forward(layer=names[id(module)]))
-            elif weights:
-                self._watch(module, _Forward(holds=weights))
-        # Last, around the wrapper that a model which is itself a layer has by now.
-        self._watch(self.model, _Forward(is_model=True))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._tape.close()
-        for module in self._watches:
-            module.watch = None
-        # The module around experts may multiply with their weights.
-        for name, layer in self.layers.items():
-            if isinstance(layer, Experts) and self._watches[layer].contracted:
-                self.executed.add(name)
-
-    def _weight_names(self) -> dict[int, str]:
-        """Return the names of the layers that hold a weight, by the weight's id."""
-        weights = {name: layer._parameters.get("weight") for name, layer in self.layers.items()}
-        return {id(weight): name for name, weight in weights.items() if weight is not None}
-
-    def _watch(self, module: nn.Module, running: _Forward) -> None:
-        """Replace a module's forward by one that is among the running ones while it runs."""
-        forward = module.forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if running.layer:
-                self.executed.add(running.layer)
-            self._running.append(running)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._running.pop()
-
-        self._tape.replace_forward(module, run)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_in_layer = any(forward.layer for forward in self._running)
-        is_in_model = any(forward.is_model for forward in self._running)
-        # A layer's own reads do not count, and outside the model an optimizer reads weights.
-        if is_in_layer or not is_in_model:
-            return func(*args, **(kwargs or {}))
-        # What a packed layer shows to others is followed as the packed weight itself.
-        arguments = tree_map(_shown_codes, (args, kwargs or {}))
-        names = {self._layer_of(leaf) for leaf in tree_leaves(arguments)} - {""}
-        for forward in self._running:
-            names -= forward.holds
-        numbers: dict[int, Tensor] = {}
-        for layer in (self.layers[name] for name in names):
-            if is_packed(layer):
-                numbers[id(layer._parameters["weight"])] = layer.unpacked_weight()  # type: ignore[operator]
-        given, named = tree_map(lambda leaf: numbers.get(id(leaf), leaf), arguments)
-        result = func(*given, **named)
-        # Without a tensor in the result it was a question, such as the weight's device.
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            self.read_elsewhere |= names
-        return result
-
-    def _layer_of(self, leaf: Any) -> str:
-        """Return the name of the layer whose weight a value is; empty where it is no such
-        weight."""
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in self._names:
-            # While a unit of FSDP computes, gathered weights are in the places of the shards.
-            self._names |= self._weight_names()
-        name = self._names.get(id(leaf), "") if isinstance(leaf, Tensor) else ""
-        # FSDP itself reads shards, and gathered weights that are not yet in their places.
-        if not name or is_sharded(leaf):
-            return ""
-        return name if self.layers[name]._parameters.get("weight") is leaf else ""
+    plan, lines = find_wide_values(precision, trial, watch)
+    report = replace(trial.report, kept=(*trial.report.kept, *lines))
+    experts = expert_layouts(model)
+    if not (experts or converted or adapted):
+        return Proof(plan, report)
+    result = _try_together(trial, plan, watch())
+    if is_rebuilt and result.bypass_reasons:
+        raise _second_bypass(precision, plan.bypassed, result.bypass_reasons)
+    if not is_rebuilt:
+        _check_named_layouts(precision, result.experts)
+        if _needs_rebuild(trial, bool(converted), result, experts):
+            found = ConversionPlan(
+                bypassed={**plan.bypassed, **result.bypass_reasons},
+                # What a forward that failed has found of them is not all.
+                expert_layouts=result.experts if result.forward_completed else plan.expert_layouts,
+                plain_stacks=result.plain_stacks,
+            )
+            return Proof(found, report, needs_rebuild=True)
+    for module in model.modules():
+        if isinstance(module, Experts) and module.is_trial and result.forward_completed:
+            restore_stacks(module)
+    layouts = {stack.name: stack.transposed for stack in expert_stacks(model)}
+    plan = replace(plan, expert_layouts={**plan.expert_layouts, **layouts})
+    if not result.forward_completed:
+        return Proof(plan, report)  # the run tries the batch next, and says why
+    matrix_layers = [name for name, layer in converted.items() if holds_matrix(layer)]
+    if converted and not result.layers_run & {*matrix_layers}:
+        raise ConfigError(
+            f"precision={precision.name}: none of the layers that it converts runs in the model's "
+            f"forward on the first batch: {first_names(sorted(matrix_layers))}. Have the forward "
+            "call them. Type a precision without conversion, for example precision=bf16-mixed."
+        )
+    idle = {*report.names(Fate.CONVERTED)} - result.layers_run
+    report = report.change(idle, Fate.UNPROVEN, NOT_RUN_REASON)
+    # Other stacks of a module may be converted.
+    for row in report.modules:
+        why = {**plan.plain_stacks, **result.plain_stacks}.get(row.module, "")
+        if why:
+            remark = f"in part, for {why}" if row.is_converted else why
+            report = report.change({row.module}, row.fate, remark)
+    return Proof(plan, report)
 
 
-def _shown_codes(leaf: Any) -> Any:
-    return leaf.layer.codes if isinstance(leaf, PackedWeight) else leaf
+@contextmanager
+def watch_first_step(
+    precision: Precision, model: nn.Module, report: ConversionReport
+) -> Iterator[Set[str]]:
+    """Return the context around the first training step, whose value names after it the modules
+    that are converted, did not run in the proof and ran in the step.
+
+    Raises:
+        ConfigError: the model reads a packed weight in training, though not in evaluation.
+    """
+    proven = set[str]()
+    # Layers that did not run in the trial are converted all the same, and may run now.
+    watched = converted_layers(model, report)
+    if not watched:
+        yield proven
+        return
+    with ForwardWatch(model, watched) as watch:
+        yield proven
+    bypassed = _bypass_reasons(watch)
+    if bypassed:
+        raise ConfigError(
+            f"precision={precision.name}: in the first step, and not in the evaluation before it: "
+            f"{_reasons_text(bypassed)}. Type precision.ignore_modules=[{','.join(bypassed)}]."
+        )
+    proven |= watch.executed.intersection(report.names(Fate.UNPROVEN))
+
+
+def _try_together(trial: ModelTrial, plan: ConversionPlan, watch: ForwardWatch) -> _TrialResult:
+    """Return the result of a trial forward of all processes together.
+
+    All processes must call it. They see different samples, so a layer that runs in one of them
+    has run, and one that is bypassed in one of them is bypassed.
+    """
+    completed = trial.forward(trial.inputs, plan, watch)
+    found = watch.experts(), watch.plain_stacks
+    own = _TrialResult(watch.executed, _bypass_reasons(watch), completed, *found)
+    every = trial.strategy.gather_object(own)
+    together = _TrialResult(
+        layers_run={name for one in every for name in one.layers_run},
+        bypass_reasons=dict(sorted(pair for one in every for pair in one.bypass_reasons.items())),
+        forward_completed=all(one.forward_completed for one in every),
+        experts=dict(sorted(pair for one in every for pair in one.experts.items())),
+        plain_stacks={name: why for one in every for name, why in one.plain_stacks.items()},
+    )
+    return trial.strategy.broadcast_object(together)
+
+
+def _needs_rebuild(
+    trial: ModelTrial, converts: bool, result: _TrialResult, experts: Mapping[str, bool | None]
+) -> bool:
+    """Return whether a model has to be built once more, by what its trial has found.
+
+    Args:
+        trial: of the model.
+        converts: a layer of the model is converted.
+        result: of the trial.
+        experts: the stacked weights of the model, see forward_watch.expert_layouts.
+    """
+    # Stacked weights that a forward had to find, or whose matrices it multiplies the other way.
+    is_corrected = any(experts[name] is not found for name, found in result.experts.items())
+    if is_corrected or result.bypass_reasons:
+        return True
+    # Stacks that the forward has not shown to be experts' are restored in place, except: without a
+    # converted layer the second build says so; units of FSDP have made classes of those of their
+    # modules; an adapter was given none of them, though its patterns may name no other layer.
+    is_restorable = not trial.strategy.shards and not trial.has_adapter and converts
+    return None in experts.values() and not is_restorable
+
+
+def _bypass_reasons(watch: ForwardWatch) -> dict[str, str]:
+    """Return why layers count as not converted, by name."""
+    reasons = {
+        name: CODES_REASON if name in watch.executed else BYPASSED_REASON
+        for name in sorted(watch.bypassed)
+    }
+    return reasons | watch.obstacles
+
+
+def _check_named_layouts(precision: Precision, found: Mapping[str, bool]) -> None:
+    """Raise ConfigError for a stack whose order of dimensions precision.experts gives otherwise
+    than a forward has found it; for `found` see ForwardWatch.experts."""
+    patterns = [str(pattern) for pattern in getattr(precision, "experts", ())]
+    for name, transposed in found.items():
+        # Of several the last one counts.
+        matching = [p for p in patterns if matches_pattern(p.partition(":")[0], name)]
+        if matching and (":" in matching[-1]) is not transposed:
+            own, _, layout = matching[-1].partition(":")
+            right = own if layout else f"{own}:in_out"
+            raise ConfigError(
+                f"precision.experts names {matching[-1]}, and the forward multiplies {name} as "
+                f"{'[experts, in, out]' if transposed else '[experts, out, in]'}. Type {right} in "
+                "its place."
+            )
+
+
+def _second_bypass(
+    precision: Precision, bypassed: Mapping[str, str], reasons: Mapping[str, str]
+) -> ConfigError:
+    """Return the error for layers of a second build that count as not converted, by name, beside
+    those that were bypassed in the first one."""
+    ignored = ",".join(sorted({*bypassed, *reasons}))
+    left = first_names(sorted(bypassed))
+    where = f" That shows only where {left} are left as they were." * bool(left)
+    return ConfigError(
+        f"precision={precision.name}: {_reasons_text(reasons)}.{where} Type "
+        f"precision.ignore_modules=[{ignored}]."
+    )
+
+
+def _reasons_text(bypassed: Mapping[str, str]) -> str:
+    return first_names([f"{name}: {why}" for name, why in bypassed.items()], 4, "; ")

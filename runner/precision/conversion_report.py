@@ -1,10 +1,20 @@
 """Say which modules a conversion replaced, and for which reason it left each other one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from typing import Any
 
-from runner.utils.formatting import first_names, format_part
+from runner.utils.formatting import first_names, format_part, grouped
+
+
+class Fate(Enum):
+    """What became of a module that a conversion looked at."""
+
+    CONVERTED = "converted"
+    UNPROVEN = "converted, but it ran in no forward yet"
+    DECLINED = "not converted, by choice of the user or of the model's author"
+    SKIPPED = "not converted, for another reason"
 
 
 @dataclass(frozen=True)
@@ -14,25 +24,26 @@ class ModuleConversion:
     Attributes:
         module: its dotted name.
         kind: its class before the conversion.
-        done: whether it was converted.
-        why: the reason why it was not converted; a remark, or empty, where it was.
+        fate: what became of it.
+        why: the reason why it does not count as converted; a remark, or empty, where it does.
         elements: number of elements of its matrix weights, which are its own parameters of two
             dimensions or more, as it was built. A shared parameter is counted in one row only.
-        converted: how many of these elements are in the converted format, if `done`.
+        converted: how many of these elements are in the converted format, if `is_converted`.
         counted_with: the module in whose row the elements of a shared weight are counted.
     """
 
     module: str
     kind: str
-    done: bool
+    fate: Fate
     why: str
     elements: int = 0
     converted: int = 0
     counted_with: str = ""
 
-    def skip(self, why: str) -> "ModuleConversion":
-        """Return the row of the same module, not converted for this reason."""
-        return replace(self, done=False, why=why, converted=0)
+    @property
+    def is_converted(self) -> bool:
+        """Return whether the module counts as converted."""
+        return self.fate is Fate.CONVERTED
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,12 @@ class ConversionReport:
     def layer_counts(self) -> tuple[int, int]:
         """Return two counts: the converted layers, and all layers."""
         rows = [row for row in self.modules if row.elements]
-        return sum(row.done for row in rows), len(rows)
+        return sum(row.is_converted for row in rows), len(rows)
 
     @property
     def weight_counts(self) -> tuple[int, int]:
         """Return two counts of matrix elements: the converted ones, and all."""
-        converted = sum(row.converted for row in self.modules if row.done)
+        converted = sum(row.converted for row in self.modules if row.is_converted)
         return converted, sum(row.elements for row in self.modules)
 
     def lines(self, limit: int = 8) -> Iterator[str]:
@@ -75,11 +86,11 @@ class ConversionReport:
         yield from self.kept
         if not self.modules:
             return
-        converted = [row.module for row in self.modules if row.done and row.elements]
+        converted = [row.module for row in self.modules if row.is_converted and row.elements]
         names = first_names(converted, limit)
         yield f"converted {self._counts()}" + (f": {names}" if names else "")
-        skipped = summarize_modules(row for row in self.modules if not row.done)
-        notes = summarize_modules(row for row in self.modules if row.done and row.why)
+        skipped = summarize_modules(row for row in self.modules if not row.is_converted)
+        notes = summarize_modules(row for row in self.modules if row.is_converted and row.why)
         texts = [f"  skipped {text}" for text in skipped]
         texts += [f"  converted {text}" for text in notes]
         yield from texts[:limit]
@@ -95,7 +106,8 @@ class ConversionReport:
             f"({format_part(converted, weights)})"
         )
         # A converted module without matrix weights of its own or shared ones is a norm.
-        norms = sum(row.done and not row.elements and not row.counted_with for row in self.modules)
+        converted_rows = (row for row in self.modules if row.is_converted)
+        norms = sum(not row.elements and not row.counted_with for row in converted_rows)
         if not norms:
             return text
         return f"{text} and {norms} norm" + "s" * (norms > 1)
@@ -108,8 +120,25 @@ class ConversionReport:
         return {"converted": str(self), "converted_weights": f"{converted}/{weights}"}
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return the rows as conversion.json has them."""
-        return [asdict(module) for module in self.modules]
+        """Return the rows as conversion.json has them, with `done` in the place of the fate."""
+        rows = []
+        for row in self.modules:
+            names = {"module": row.module, "kind": row.kind, "done": row.is_converted}
+            facts = asdict(row)
+            del facts["fate"]
+            rows.append({**names, **facts})
+        return rows
+
+    def names(self, fate: Fate) -> list[str]:
+        """Return the names of the modules with this fate, in the model's order."""
+        return [row.module for row in self.modules if row.fate is fate]
+
+    def change(self, names: Collection[str], fate: Fate, why: str) -> "ConversionReport":
+        """Return the report with another fate of some modules, for a reason."""
+        rows = [
+            replace(row, fate=fate, why=why) if row.module in names else row for row in self.modules
+        ]
+        return replace(self, modules=tuple(rows))
 
 
 def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
@@ -117,9 +146,7 @@ def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
 
     Four modules are named at most; where there are more, their number is in the phrase too.
     """
-    groups: dict[tuple[str, str, str], list[ModuleConversion]] = {}
-    for row in rows:
-        groups.setdefault((row.kind, row.why, row.counted_with), []).append(row)
+    groups = grouped(((row.kind, row.why, row.counted_with), row) for row in rows)
     texts = []
     for (kind, why, counted_with), group in groups.items():
         elements = sum(row.elements for row in group)

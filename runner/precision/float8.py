@@ -12,13 +12,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.precision import options
+from runner.precision import devices, options
 from runner.precision.casting import autocast_input
-from runner.precision.contract import FP8_LAYERS, ConvertingPrecision
 from runner.precision.conversion import change_class, layer_class, replace_in_place
+from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
-from runner.utils.errors import Unavailable
+from runner.utils.errors import Unavailable, refuse
 from runner.utils.library_warnings import suppress_warnings
 from runner.utils.tpu import is_tpu
 
@@ -91,7 +91,7 @@ class Float8Precision(ConvertingPrecision):
             problems.append(
                 f"precision.min_features={self.min_features} must be a whole number from 1."
             )
-        options.refuse(problems + options.product_problems(self))
+        refuse(problems + self._product_problems())
         self._derive(
             storage=options.DTYPES[self.weights],
             compute=torch.bfloat16,
@@ -123,11 +123,11 @@ class Float8Precision(ConvertingPrecision):
         # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
         # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
         if not self.emulated:
-            remedy = options.emulation_remedy(f"{options.native_half_prefix(device)}-mixed")
+            remedy = devices.emulation_remedy(f"{devices.native_half_prefix(device)}-mixed")
             # torchao's kernels that round to MXFP8 are compiled for 10.0 to 10.3.
             least, limit = ((10, 0), (11, 0)) if self._is_mx else ((8, 9), None)
-            options.require_capability(self.name, device, least, remedy, limit)
-        options.require_torchao(self.name)
+            devices.require_capability(self.name, device, least, remedy, limit)
+        devices.require_torchao(self.name)
 
     def find_obstacle(self, module: nn.Module) -> str:
         into, out = layer_widths(module)

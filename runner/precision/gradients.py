@@ -31,7 +31,7 @@ def finish_gradients(params: Iterable[Tensor]) -> None:
 
 
 def round_gradients(optimizers: Iterable[Optimizer], widened: Collection[Tensor]) -> None:
-    """Round the gradients that optimizers read, of those that compute their step in float32 none.
+    """Round the gradients that optimizers read, except where a step computes in float32.
 
     Args:
         optimizers: that step next.

@@ -23,27 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from runner.precision.casting import (
-    DefaultDtype,
-    cast_fields,
-    cast_floats,
-    cast_nest,
-    cast_tensor,
-    fields_of,
-    is_wider,
-)
+from runner.precision.casting import DefaultDtype, cast_fields, cast_floats, cast_nest, cast_tensor
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import first_names
 from runner.utils.library_warnings import suppress_warnings
-from runner.utils.module_tape import ROOT, ModuleTape, is_in_backward
+from runner.utils.module_tape import is_in_backward
 from runner.utils.modules import frozen_parts, outermost_names, select_modules, tensors_named
 from runner.utils.tensors import dtype_name, widest_float
 
 _CPU = torch.device("cpu")
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
 
@@ -70,119 +60,8 @@ class KeptInFloat32:
             torch.set_default_dtype(previous)
         # Under autocast the surroundings are float32 storage and the next operation casts by
         # itself; in a true precision the next layer's weights want their own dtype, and outputs
-        # that no such layer takes stay as they are, see runner.modes.execution.
+        # that no such layer takes stay as they are, see runner.precision.wide_values.
         return cast_fields(outputs, self._surroundings, self._wide_outputs)
-
-
-DEFAULT_DTYPE = ("tensors made without ", "a dtype")
-"""The origin, see WideTrial, of tensors that a forward makes without a dtype."""
-
-
-class WideTrial(TorchFunctionMode):
-    """A context around forwards in which values are wider than the precision stores, and which
-    finds those of them that an operation does not take.
-
-    An operation that fails with such values gets them cast, so that one forward finds all. Values
-    come from origins: ("input ", key), ("", name of a part), ("output of ", name of a kept module,
-    key), and DEFAULT_DTYPE.
-
-    Args:
-        model: converted; its parts built in float64 and its kept modules' outputs are tried.
-        storage: dtype of the precision.
-        makes_float32: tensors made without a dtype are tried in float32, see ConversionPlan.
-
-    Attributes:
-        parts: the parameters and buffers that the model built in float64, by name.
-        found: the origins of wide values.
-        refused: those with which an operation failed.
-        indices: those of which an operation makes integers, as of categories in a float column.
-        losing: modules whose tensors made without a dtype have distinct values that are equal in
-            16 bits.
-    """
-
-    def __init__(self, model: nn.Module, storage: torch.dtype, makes_float32: bool) -> None:
-        super().__init__()
-        is_half = storage.itemsize == 2
-        self._storage = storage
-        self._makes_float32 = makes_float32
-        named = [(name or ROOT, module) for name, module in model.named_modules()]
-        self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
-        self.parts = {} if storage is torch.float64 else double_parts(model)
-        self._origins: dict[int, tuple[Tensor, set[Any]]] = {}  # by id of the tensor, kept alive
-        self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
-        self.found, self.refused, self.indices = set[Any](), set[Any](), set[Any]()
-        self.losing = set[str]()
-        self._tape = ModuleTape()
-        for name, module in named:
-            self._tape.watch_calls(name, module, end=self._note_outputs)
-        for kept in self._kept.values():
-            kept._surroundings = torch.float32
-        for name, part in self.parts.items():
-            self.add(part, {("", name)})
-
-    def add(self, values: Any, origins: set[Any]) -> None:
-        """Note what the wide ones among the tensors of a nest come from."""
-        for leaf in tree_leaves(values):
-            if is_wider(leaf, self._storage):
-                self._origins[id(leaf)] = leaf, origins
-                self.found |= origins
-
-    def leave(self, taken: Collection[Any]) -> None:
-        """End the trial; leave wide what these origins name of the model's, and cast the rest."""
-        self._tape.close()
-        for name, module in self._kept.items():
-            keys = [origin[2] for origin in taken if origin[:2] == ("output of ", name)]
-            module._surroundings = self._storage
-            module._wide_outputs = dict.fromkeys(keys, torch.float32)
-        for name, part in self.parts.items():
-            if ("", name) not in taken:
-                part.data = part.data.to(self._storage)
-
-    def _note_outputs(self, name: str, output: Any) -> None:
-        for key, value in fields_of(output).items() if name in self._kept else ():
-            self.add(value, {("output of ", name, key)})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        origins = {o for leaf in leaves for o in self._origins.get(id(leaf), (None, ()))[1]}
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            if not origins:
-                raise
-            self.refused |= origins
-            args, kwargs = tree_map(self._narrowed, (args, kwargs))
-            return func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype in _INTEGERS:
-            self.indices |= origins
-        if self._is_made(func, leaves, result):
-            origins = {DEFAULT_DTYPE}
-        self.add(result, origins)
-        return result
-
-    def _is_made(self, func: Any, leaves: list[Any], result: Any) -> bool:
-        """Return whether a tensor is made without a dtype, or computed of such alone."""
-        running = self._tape.running
-        has_dtype = func is Tensor.float or any(isinstance(leaf, torch.dtype) for leaf in leaves)
-        given = [v for v in leaves if isinstance(v, Tensor) and id(v) not in self._made]
-        has_numbers = any(v.is_floating_point() or v.is_complex() for v in given)
-        is_new = is_wider(result, self._storage) and not (has_dtype or has_numbers)
-        is_outside = bool(running) and self._kept.keys().isdisjoint(running)
-        is_made = self._makes_float32 and is_outside and is_new
-        # Of normal numbers 16 bits lose no more than of the sums that they are added to, and
-        # torch.empty has no values yet.
-        if is_made and func not in (torch.randn, torch.empty):
-            self._made.add(id(result))
-            narrow = result.to(self._storage)
-            # As positions and angles do; cosines near 1 that become equal are as good as before.
-            is_coarse = func is torch.rand or bool(((narrow - result).abs() > 2**-7).any())
-            if is_coarse and narrow.unique().numel() < result.unique().numel():
-                self.losing.add(running[-1])
-        return is_made
-
-    def _narrowed(self, value: Any) -> Any:
-        return value.to(self._storage) if id(value) in self._origins else value
 
 
 def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.dtype) -> set[str]:

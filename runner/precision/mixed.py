@@ -11,13 +11,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.precision import options
-from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
-from runner.precision.conversion_report import ConversionReport
+from runner.precision import devices, options
+from runner.precision.base import BasePrecision
+from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.keep_fp32 import find_kept_tensors
 from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import ConfigError, Unavailable, refuse
 from runner.utils.formatting import first_names
 from runner.utils.tensors import is_narrow
 from runner.utils.tpu import is_tpu
@@ -25,7 +25,7 @@ from runner.utils.tpu import is_tpu
 
 @final
 @dataclass(frozen=True, eq=False)
-class MixedPrecision(Precision):
+class MixedPrecision(BasePrecision):
     """An autocast forward over float32 parameters, with a loss scale for float16.
 
     Args:
@@ -60,9 +60,9 @@ class MixedPrecision(Precision):
     def __post_init__(self) -> None:
         self._derive(emulated=self.emulate, emulates_products=self.emulate)
         problems = options.choice_problems("dtype", self.dtype, ("float16", "bfloat16"))
-        problems += options.product_problems(self)
+        problems += self._product_problems()
         problems += options.switch_problems(allow_substitute=self.allow_substitute)
-        options.refuse(problems)
+        refuse(problems)
         if self.loss_scale is not None:
             if self.dtype == "bfloat16":
                 raise ConfigError(
@@ -89,11 +89,9 @@ class MixedPrecision(Precision):
                 "Type precision=bf16-mixed, or precision.allow_substitute=true to have that run in "
                 "its place.",
             )
-        options.require_emulated_products(self, device, "16-mixed")
+        devices.require_emulated_products(self, device, "16-mixed")
 
-    def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
-    ) -> tuple[nn.Module, ConversionReport]:
+    def _check_model(self, model: nn.Module) -> None:
         # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
         # either. What the model froze has none, and keeps its dtype.
         frozen, _ = find_kept_tensors(model, self.storage)
@@ -105,7 +103,6 @@ class MixedPrecision(Precision):
                 f"{first_names(half, 3)}. Build the model in float32, or type "
                 f"precision={true_precision}."
             )
-        return super().convert(model, device, plan)
 
     def scale(self, device: torch.device) -> LossScale:
         if self.loss_scale is None:

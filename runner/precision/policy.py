@@ -22,16 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runner.config.instantiation import Arguments, keywords, locate
 from runner.config.overrides import PRECISION_ALIASES
 from runner.config.targets import build_group
-from runner.precision import options
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
-from runner.precision.conversion_proof import ForwardWatch, converted_layers, expert_layouts
 from runner.precision.conversion_report import ConversionReport
+from runner.precision.forward_watch import ForwardWatch, converted_layers, expert_layouts
 from runner.precision.loss_scale import ScaledGradients, describe_hooks, gradient_hooks
 from runner.precision.registry import precision_config
 from runner.precision.wide_step import attach_update, check_state_dtype
 from runner.utils.accelerator import KINDS, choose_accelerator
-from runner.utils.errors import ConfigError, PolicyError, Unavailable
+from runner.utils.errors import ConfigError, PolicyError, Unavailable, refuse
 from runner.utils.formatting import first_names
 from runner.utils.tensors import dtype_name
 from runner.utils.tpu import is_tpu
@@ -70,7 +69,7 @@ def precision(
     if not isinstance(path, str):
         raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")
     passed = Arguments("precision", path, [], keywords(node), 0, False)
-    options.refuse([*passed.problems(locate(path))])
+    refuse([*passed.problems(locate(path))])
     return Policy(build_group("precision", node), device)
 
 
@@ -122,7 +121,9 @@ class Policy:
         if chosen.emulated:
             text += ", emulated"
         # In a session: the model's layers decide.
-        kernels = "" if self._place == "outside" else chosen.kernels(self._model, self.device)
+        kernels = ""
+        if self._model is not None and self._place != "outside":
+            kernels = chosen.kernels(self._model, self.device)
         if kernels:
             text += f", kernels {kernels}"
         return "\n".join([text, *self.report.lines()])

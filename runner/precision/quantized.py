@@ -11,13 +11,13 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from runner.precision import options
-from runner.precision.contract import ConvertingPrecision
+from runner.precision import devices, options
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.precision.layers.weight_formats import FORMAT_NAMES, WeightFormat, weight_format
-from runner.utils.errors import Unavailable
+from runner.utils.errors import Unavailable, refuse
 from runner.utils.tensors import unit_roundoff
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
@@ -25,7 +25,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, eq=False)
 class WeightFormatPrecision(ConvertingPrecision):
-    """Base of the precisions of int4, int8 and nvfp4 weights: packed ones, and rounded ones.
+    """A precision of int4, int8 and nvfp4 weights; a subclass packs them, or rounds them.
 
     Args:
         name: label of the run.
@@ -70,7 +70,7 @@ class WeightFormatPrecision(ConvertingPrecision):
         if type(size) is not int or size < 2 or size % 2:
             problems.append(f"precision.group_size={size} must be an even number from 2.")
         problems += options.choice_problems("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
-        options.refuse(problems + options.product_problems(self))
+        refuse(problems + self._product_problems())
         compute = options.DTYPES[self.compute_dtype]
         bits = EIGHT_BITS_ROUNDOFF if self.format == "int8" else FOUR_BITS_ROUNDOFF
         self._derive(
@@ -88,10 +88,10 @@ class WeightFormatPrecision(ConvertingPrecision):
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         if self.format != "nvfp4":
-            options.require_torchao(self.name)
+            devices.require_torchao(self.name)
         if self.compute is torch.bfloat16:
             setting = f"{self.name} precision.compute_dtype=bfloat16"
-            options.require_bfloat16(setting, device, "Type precision.compute_dtype=float32.")
+            devices.require_bfloat16(setting, device, "Type precision.compute_dtype=float32.")
 
     def find_obstacle(self, module: nn.Module) -> str:
         into, _ = layer_widths(module)

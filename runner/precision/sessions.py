@@ -5,12 +5,11 @@ thread, so that a session that is open elsewhere would change the numbers of ano
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from runner.precision.options import Switches
 from runner.utils.errors import PolicyError
 from runner.utils.reproducibility import host_rng_state, set_host_rng_state
 
@@ -18,6 +17,24 @@ _lock = threading.RLock()
 _turn = threading.RLock()
 # Of the run in progress and of those within it: their threads.
 _runs: list[int] = []
+
+
+class Switches(NamedTuple):
+    """What a session switches in its process.
+
+    Attributes:
+        float32_matmul: one of switches.MATMUL_PRECISIONS.
+        reduced_sums: see Precision.reduced_precision_reduction.
+        replacements: keys of emulation.cpu_kernels.replace_kernels.
+        concerning: keys of all replacements that would compute for the precision.
+        kernels: name of the kernels that half precision takes on a CPU; empty without a choice.
+    """
+
+    float32_matmul: str
+    reduced_sums: bool
+    replacements: set[Hashable]
+    concerning: set[Hashable]
+    kernels: str
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from runner.precision import options
+from runner.precision import devices, options
 from runner.utils.errors import Unavailable
 
 INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'
@@ -275,12 +275,12 @@ def require_recipe(name: str, kind: RecipeKind, device: torch.device) -> None:
         kind: of its recipe.
         device: on which it should run.
     """
-    remedy = options.emulation_remedy(f"{options.native_half_prefix(device)}-mixed")
-    options.require_capability(name, device, kind.min_capability, remedy, kind.capability_limit)
+    remedy = devices.emulation_remedy(f"{devices.native_half_prefix(device)}-mixed")
+    devices.require_capability(name, device, kind.min_capability, remedy, kind.capability_limit)
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     if cuda < kind.min_cuda:
         raise Unavailable(
-            f"precision={name} needs CUDA {options.dotted(kind.min_cuda)} or newer; this PyTorch "
+            f"precision={name} needs CUDA {devices.dotted(kind.min_cuda)} or newer; this PyTorch "
             f"was built with {torch.version.cuda or 'none'}.",
             remedy,
         )

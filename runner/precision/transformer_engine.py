@@ -18,15 +18,17 @@ from torch.nn import functional as F
 from runner.distributed.strategy import Strategy
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import FP8_LAYERS, NO_PLAN, ConversionPlan, ConvertingPrecision
+from runner.precision.contract import NO_PLAN, ConversionPlan
 from runner.precision.conversion import ROOT_NAME, ConversionRules
 from runner.precision.conversion_report import ConversionReport
+from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
+from runner.precision.optimizer_eps import check_eps
 from runner.precision.weight_updates import UpdateRule, check_update
-from runner.utils.errors import Unavailable
+from runner.utils.errors import Unavailable, refuse
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
 _NO_RECOMPUTE_REASON = (
@@ -82,7 +84,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     autocast_loss: bool = False
     update_in_eval: bool = False
     reduced_precision_reduction: bool = False
-    update: UpdateRule = "nearest"
+    update: UpdateRule = "nearest"  # type: ignore[assignment]
     accumulate: te_recipes.Accumulation = "float32"
     # The forward's contexts, by the default dtype.
     _contexts: dict[torch.dtype, AbstractContextManager[Any]] = field(
@@ -99,7 +101,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             reduced_precision_reduction=self.reduced_precision_reduction,
         )
         problems += te_recipes.accumulate_problems(self.accumulate, self.recipe, self.emulate)
-        options.refuse(problems)
+        refuse(problems)
         storage = options.DTYPES[self.weights]
         self._derive(storage=storage, compute=storage)
         check_update(self.name, self.update, self.storage)
@@ -151,7 +153,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # The optimizer's state has the weights' dtype.
         if self.storage is torch.float16:
-            options.check_eps(self.name, optimizers)
+            check_eps(self.name, optimizers)
 
     @property
     def sort_key(self) -> tuple[float, ...]:

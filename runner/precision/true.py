@@ -9,17 +9,18 @@ from typing import final
 
 import torch
 
-from runner.precision import options
-from runner.precision.contract import Precision
+from runner.precision import devices, options
+from runner.precision.base import BasePrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
+from runner.precision.optimizer_eps import check_eps
 from runner.precision.weight_updates import UpdateRule, check_update
-from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.errors import ConfigError, Unavailable, refuse
 from runner.utils.tpu import is_tpu
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class TruePrecision(Precision):
+class TruePrecision(BasePrecision):
     """Parameters, gradients, optimizer state, inputs and compute in one dtype.
 
     Args:
@@ -49,12 +50,12 @@ class TruePrecision(Precision):
     cpu_float16: KernelChoice = "auto"
     emulate: bool = False
     reduced_precision_reduction: bool = False
-    update: UpdateRule = "nearest"
+    update: UpdateRule = "nearest"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         self._derive(emulated=self.emulate, emulates_products=self.emulate)
         problems = options.choice_problems("dtype", self.dtype, options.DTYPES)
-        options.refuse(problems + options.product_problems(self))
+        refuse(problems + self._product_problems())
         dtype = options.DTYPES[self.dtype]
         self._derive(storage=dtype, compute=dtype)
         check_update(self.name, self.update, self.storage)
@@ -81,13 +82,13 @@ class TruePrecision(Precision):
                 f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",
             )
-        options.require_emulated_products(self, device, "16-true")
+        devices.require_emulated_products(self, device, "16-true")
         if self._is_tf32 and not self.emulated:
-            remedy = options.emulation_remedy("32-true")
+            remedy = devices.emulation_remedy("32-true")
             # TF32 is emulated on a CPU only.
             if device.type == "cuda":
                 remedy = "Nearest that runs here: precision=32-true."
-            options.require_capability(self.name, device, (8, 0), remedy)
+            devices.require_capability(self.name, device, (8, 0), remedy)
 
     @property
     def _is_tf32(self) -> bool:
@@ -103,4 +104,4 @@ class TruePrecision(Precision):
                     f"under precision={self.name}. Type precision=32-true, or optimizer=adamw "
                     "optimizer.eps=1e-4."
                 )
-            options.check_eps(self.name, optimizers)
+            check_eps(self.name, optimizers)

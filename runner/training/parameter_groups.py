@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.targets import GROUP_KEYS, locate, runner_keys
-from runner.precision.conversion_proof import expert_layouts
+from runner.precision.forward_watch import expert_layouts
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.layers.derived_weight import is_derived
 from runner.precision.layers.experts import ExpertLayer

@@ -16,7 +16,7 @@ from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.memory_tracker import MemoryTracker
 from runner.diagnostics.nonfinite_trace import NonfiniteTrace
 from runner.diagnostics.numerics.probe import Probe
-from runner.precision.conversion_proof import ForwardWatch
+from runner.precision.forward_watch import ForwardWatch
 from runner.utils.module_tape import ModuleTape
 
 

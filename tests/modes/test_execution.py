@@ -13,14 +13,13 @@ from nets_that_pass_by import Leaves, Reads
 from torch import nn
 
 from runner.config.schema import RunSpec
-from runner.modes.execution import (
+from runner.modes.execution import build_execution, build_proven_model
+from runner.precision import registry
+from runner.precision.conversion_proof import (
     BYPASSED_REASON,
     NOT_RUN_REASON,
     RAN_IN_TRAINING_REASON,
-    build_execution,
-    build_proven_model,
 )
-from runner.precision import registry
 from runner.precision.conversion_report import ConversionReport
 from runner.training.model import BuiltModel
 from runner.training.setup import TrainingSetup

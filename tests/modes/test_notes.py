@@ -6,7 +6,7 @@ import pytest
 
 from runner.modes import notes
 from runner.modes.result import RunResult
-from runner.precision.conversion_report import ConversionReport, ModuleConversion
+from runner.precision.conversion_report import ConversionReport, Fate, ModuleConversion
 from runner.utils.markup import markdown_code
 from runner.utils.terminal import quote_command
 
@@ -24,7 +24,7 @@ DONE = RunResult(
 
 
 def test_the_note_begins_with_the_metrics():
-    report = ConversionReport((ModuleConversion("head", "Linear", False, "ignored | <b>"),))
+    report = ConversionReport((ModuleConversion("head", "Linear", Fate.SKIPPED, "ignored | <b>"),))
     note = notes.finished_note(COMMAND, DONE, report)
     assert note.startswith("**val/loss 0.5, val/accuracy 0.91**\n\n`python -m runner ")
     assert "| best val/accuracy | 0.93 |" in note

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.precision.contract import ConvertingPrecision, Precision
+from runner.precision.base import BasePrecision
+from runner.precision.contract import Precision
 from runner.precision.conversion_report import ConversionReport
+from runner.precision.converting import ConvertingPrecision
 from runner.precision.loss_scale import LossScale
 from runner.precision.mixed import MixedPrecision
 from runner.precision.quantized import WeightFormatPrecision
@@ -107,7 +109,7 @@ def test_the_table_is_complete():
 
 
 def test_each_precision_is_a_final_subclass_of_a_base_and_named_as_its_yaml():
-    bases = ((Precision,), (ConvertingPrecision,), (WeightFormatPrecision,))
+    bases = ((BasePrecision,), (ConvertingPrecision,), (WeightFormatPrecision,))
     for name in NAMES:
         precision = registry.load_precision(name)
         kind = type(precision)
@@ -304,8 +306,16 @@ def test_a_loss_scale_is_there_where_float16_meets_float32_weights():
     assert [name for name, scale in scales.items() if scale.value is not None] == ["16-mixed"]
 
 
-def test_the_base_class_changes_nothing():
+def test_the_contract_alone_cannot_be_built_and_names_the_class_to_derive_from():
     class Plain(Precision):
+        name = "plain"
+
+    with pytest.raises(TypeError, match=r"Derive it from runner\.precision\.BasePrecision"):
+        Plain()
+
+
+def test_the_base_class_changes_nothing():
+    class Plain(BasePrecision):
         name = "plain"
 
     precision, model = Plain(), nn.Linear(2, 2)

@@ -13,7 +13,7 @@ from runner.precision.conversion import (
     is_converted,
     replace_in_place,
 )
-from runner.precision.conversion_report import ModuleConversion
+from runner.precision.conversion_report import Fate, ModuleConversion
 from runner.utils.errors import ConfigError
 
 
@@ -66,8 +66,8 @@ def test_every_linear_layer_is_converted_and_nothing_else():
         Doubled,
     ]
     assert report.modules == (
-        ModuleConversion("0", "Linear", True, "", elements=16, converted=16),
-        ModuleConversion("2.0", "Linear", True, "", elements=8, converted=8),
+        ModuleConversion("0", "Linear", Fate.CONVERTED, "", elements=16, converted=16),
+        ModuleConversion("2.0", "Linear", Fate.CONVERTED, "", elements=8, converted=8),
     )
 
 
@@ -165,7 +165,9 @@ def test_low_precision_layers_of_another_kind_are_named():
     kind = type("FastNorm", (nn.Module,), {})
     kind.__module__ = "transformer_engine.pytorch"
     report = convert(nn.Sequential(kind(), nn.Linear(4, 4)))
-    assert report.modules[0] == ModuleConversion("0", "FastNorm", False, "is a FastNorm already")
+    assert report.modules[0] == ModuleConversion(
+        "0", "FastNorm", Fate.SKIPPED, "is a FastNorm already"
+    )
     assert not is_converted(nn.ReLU())
 
 

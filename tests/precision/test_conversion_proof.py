@@ -11,8 +11,9 @@ from precision_models import CPU, load_precision, relative_error, run_forward
 from torch import nn
 
 from runner.config.schema import RunSpec
-from runner.modes.execution import BYPASSED_REASON, build_proven_model
+from runner.modes.execution import build_proven_model
 from runner.precision.conversion import ROOT_NAME, is_converted
+from runner.precision.conversion_proof import BYPASSED_REASON
 from runner.training.adapters import Lora
 from runner.training.model import BuiltModel
 from runner.training.setup import TrainingSetup
@@ -106,7 +107,7 @@ def test_layers_that_count_as_converted_are_those_that_run(make_model, make_inpu
     x = make_inputs()
     precision, built = build_proven(name, make_model, x, adapter)
     called, output = names_of_called_layers(built.model, precision, x)
-    converted = {row.module for row in built.report.modules if row.done}
+    converted = {row.module for row in built.report.modules if row.is_converted}
     assert converted == called
     assert converted
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from precision_models import load_precision
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
-from runner.precision.conversion_report import ConversionReport, ModuleConversion
+from runner.precision.conversion_report import ConversionReport, Fate, ModuleConversion
 
 LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
 OR_EXPERTS = (
@@ -22,7 +22,7 @@ def convert(model, name="float8-rowwise"):
 
 
 def skipped(report):
-    return {row.module: (row.elements, row.why) for row in report.modules if not row.done}
+    return {row.module: (row.elements, row.why) for row in report.modules if not row.is_converted}
 
 
 def bert():
@@ -136,7 +136,7 @@ def test_a_shared_weight_counts_once_with_the_layer_that_is_converted():
     assert report.weight_counts == (64 * 32 + 32 * 32, 64 * 32 + 32 * 32)
     assert str(report) == "2/2"
     words = report.modules[0]
-    assert (words.done, words.elements, words.counted_with) == (False, 0, "head")
+    assert (words.is_converted, words.elements, words.counted_with) == (False, 0, "head")
 
 
 def test_a_parametrized_weight_counts_in_its_layer():
@@ -153,9 +153,9 @@ def test_a_parametrized_weight_counts_in_its_layer():
 
 
 def rows(done, skipped):
-    made = [ModuleConversion(f"a{i}", "Linear", True, "", 8, 8) for i in range(done)]
+    made = [ModuleConversion(f"a{i}", "Linear", Fate.CONVERTED, "", 8, 8) for i in range(done)]
     skipped_rows = (
-        ModuleConversion(f"b{i}", "Own", False, f"reason {i}", 16) for i in range(skipped)
+        ModuleConversion(f"b{i}", "Own", Fate.SKIPPED, f"reason {i}", 16) for i in range(skipped)
     )
     return (*made, *skipped_rows)
 

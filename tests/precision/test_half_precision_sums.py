@@ -6,7 +6,7 @@ from precision_models import CPU, load_precision
 from torch import nn
 
 from runner.precision import registry
-from runner.precision.options import reduced_precision_sums
+from runner.precision.switches import reduced_precision_sums
 
 ONE_OF_EACH_CLASS = ("bf16-true", "16-mixed", "bnb-nf4", "float8-rowwise", "transformer-engine")
 MATMUL = torch.backends.cuda.matmul

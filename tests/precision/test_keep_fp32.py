@@ -301,7 +301,7 @@ def test_a_layer_whose_weight_is_kept_is_not_converted():
     precision = registry.load_precision("bnb-nf4", keep_fp32=["0.weight"])
     layers = [nn.Linear(64, 64), nn.Linear(64, 64)]
     _, report = precision.convert(nn.Sequential(*layers))
-    assert [row.done for row in report.modules] == [False, True]
+    assert [row.is_converted for row in report.modules] == [False, True]
 
 
 def test_a_module_of_which_one_weight_is_kept_is_not_sharded():

@@ -11,7 +11,7 @@ from states import CPU, are_equal, make_state, regression_batch, regression_net
 from torch import nn
 from torch.nn import functional as F
 
-from runner.precision import ConfigError, Policy, PolicyError, Precision, Unavailable, precision
+from runner.precision import BasePrecision, ConfigError, Policy, PolicyError, Unavailable, precision
 from runner.training.step import train_step
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
@@ -358,7 +358,7 @@ def test_an_object_of_a_precision_makes_a_policy_too():
         Policy(Bfloat16(missing=True))
 
 
-class Bfloat16(Precision):
+class Bfloat16(BasePrecision):
     name = "mine"
     storage = compute = torch.bfloat16
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from precision_models import CPU, CUDA, MPS, pretend_gpu
 
-from runner.precision import options, registry, te_recipes
+from runner.precision import devices, registry, te_recipes
 from runner.utils.errors import Unavailable
 
 pytest.importorskip("runner.precision.layers.bnb_linear")
@@ -222,7 +222,7 @@ def test_a_transformer_engine_that_does_not_import_says_why(monkeypatch):
 
 
 def test_a_missing_torchao_is_named_after_the_device(monkeypatch):
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
     with pytest.raises(Unavailable) as error:
         registry.load_precision("float8-rowwise", emulate=True).require(CPU)
     assert error.value.remedy == "Type pip install torchao."

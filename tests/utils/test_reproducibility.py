@@ -107,7 +107,7 @@ def test_operations_that_can_differ_are_refused():
 
 SWITCHES = """
 import sys, torch
-from runner.precision.options import float32_matmul
+from runner.precision.switches import float32_matmul
 from runner.utils.reproducibility import process_state
 b = torch.backends
 places = (b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)

@@ -47,8 +47,8 @@ from runner.diagnostics.memory.memory_tracker import (
     MemoryBreakdown,
     MemoryTracker,
 )
-from runner.precision.contract import NO_PLAN, ConversionPlan, ConvertingPrecision, Precision
-from runner.precision.conversion_proof import ForwardWatch
+from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
+from runner.precision.forward_watch import ForwardWatch
 from runner.precision.layers.experts import own_stacks, possible_stacks
 from runner.training.compile import prepare_model
 from runner.training.example_batch import ForecastUnavailable, example_batch
@@ -282,7 +282,7 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> C
         device: where the run computes.
     """
     # An adapter adds to them in every precision.
-    if not isinstance(precision, ConvertingPrecision) and not spec.adapter.get("_target_"):
+    if not precision.converts_layers and not spec.adapter.get("_target_"):
         return NO_PLAN
     with suppress(Exception), torch.no_grad():
         with META_DEVICE:

@@ -26,7 +26,7 @@ from runner.precision.conversion import (
     layer_class,
     replace_in_place,
 )
-from runner.precision.conversion_report import ConversionReport
+from runner.precision.conversion_report import ConversionReport, Fate
 from runner.precision.keep_fp32 import no_op_hook
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
@@ -146,7 +146,7 @@ def convert_layers(
     to_linear: LayerConverter = partial(_to_linear, te=te, multiple=multiple)
     converters = dict.fromkeys(linear, to_linear)
     # A model with converted norms alone would compute nothing in FP8: then none is converted.
-    if any(row.done for row, _ in classify_modules(model, linear, rules)):
+    if any(row.is_converted for row, _ in classify_modules(model, linear, rules)):
         converters[nn.LayerNorm] = partial(_to_norm, te=te)
     report = convert_modules(model, converters, rules)
     if fuse:
@@ -216,7 +216,7 @@ def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) ->
 
     A row of a norm that was not fused says why.
     """
-    converted = {row.module: module_at(model, row.module) for row in report.modules if row.done}
+    converted = {path: module_at(model, path) for path in report.names(Fate.CONVERTED)}
     norms = [path for path, module in converted.items() if isinstance(module, te.LayerNorm)]
     linears = {path for path, module in converted.items() if isinstance(module, te.Linear)}
     pairs, remarks = find_pairs(model, norms, linears)

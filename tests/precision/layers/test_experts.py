@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from runner.diagnostics.numerics.measure import is_measurable
-from runner.precision.conversion_proof import ForwardWatch, converted_layers
+from runner.precision.forward_watch import ForwardWatch, converted_layers
 from runner.precision.layers.experts import KERNEL_ROWS, convert_experts, possible_stacks
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.utils.errors import ConfigError
@@ -315,7 +315,7 @@ def test_one_stack_in_two_modules_is_converted_in_both_or_in_neither(kind, done)
     models[1].first, models[1].second = models[0].first, models[0].second
     precision = load(kind, experts=["*.first:in_out", "*.second"])
     model, report = precision.convert(nn.Sequential(*models, nn.Linear(WIDTH, WIDTH)))
-    fates = {row.module: row.done for row in report.modules}
+    fates = {row.module: row.is_converted for row in report.modules}
     assert (fates["0"], fates["1"]) == (done, done)
     step(precision, model)
     assert sum(parameter.ndim == 3 for parameter in model.parameters()) == 2

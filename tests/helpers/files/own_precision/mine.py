@@ -1,8 +1,8 @@
 import torch
 from torch import nn
 
+from runner.precision import BasePrecision
 from runner.precision.casting import cast_nest
-from runner.precision.contract import Precision
 
 
 class Factor(nn.Module):
@@ -21,7 +21,7 @@ def loud():
     )
 
 
-class Half(Precision):
+class Half(BasePrecision):
     """Everything in float16, without a loss scale."""
 
     storage = compute = torch.float16
@@ -33,7 +33,7 @@ class Half(Precision):
         return cast_nest(inputs, self.storage)
 
 
-class Single(Precision):
+class Single(BasePrecision):
     """Everything in float32."""
 
     def __init__(self, name):
