@@ -2,7 +2,3 @@
 
 A data target is a function that returns Splits(train, val); see docs/own-code.md for your own.
 """
-
-from runner.data.splits import Splits
-
-__all__ = ["Splits"]

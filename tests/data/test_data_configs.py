@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from runner.data import Splits
+from runner.data.splits import Splits
 
 FOLDER = Path(__file__).parents[2] / "conf" / "data"
 FILES = sorted(FOLDER.glob("*.yaml"))
