@@ -42,7 +42,7 @@ class Loop:
         self.batch = torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
         self.folder, self.steps, self.waited = folder, steps, 0.0
         self.saver = AsyncCheckpointWriter(folder / "thread", 1, print)
-        self.state.set_update_hook(self.wait_for_copy)
+        self.state.hooks.call_before_update(self.wait_for_copy)
 
     def wait_for_copy(self) -> None:
         """Wait until the checkpoint's copy is whole, before the update, and note how long."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.precision.contract import Precision
+from runner.training.own_state import own_hooks
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.task import Task
 
@@ -22,7 +23,9 @@ def training_state(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True, **adamw)  # type: ignore[arg-type]
     optimizers = [ScheduledOptimizer(optimizer)]
-    return TrainState(model, precision, task, precision.scale(device), optimizers, device)
+    state = TrainState(model, precision, task, precision.scale(device), optimizers, device)
+    state.hooks.add(*own_hooks(state))
+    return state
 
 
 def random_tokens(examples: int, length: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
 from runner.data.splits import IGNORED_LABEL, RunData, RunSets, TextPairs, label_remedy, set_labels
 from runner.data.stream_loader import (
-    BatchLoader,
+    DatasetLoader,
     StreamLoader,
     first_examples,
     is_stream,
@@ -250,7 +250,7 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any, ignored: Any) -> It
         )
 
 
-class RunLoaders(RunSets[BatchLoader]):
+class RunLoaders(RunSets[DatasetLoader]):
     """The loaders of a run's data sets, each of one process's part of every batch.
 
     With debug.overfit there is no test set.
@@ -309,12 +309,12 @@ def build_run_loaders(
     shared = {"batch_size": spec.train.batch_size, "seed": spec.seed, "device": device}
     shuffle = bool(spec.data.get("shuffle", True))
 
-    def loader_of(dataset: Any, shuffle: bool, options: LoaderOptions) -> BatchLoader:
+    def loader_of(dataset: Any, shuffle: bool, options: LoaderOptions) -> DatasetLoader:
         if is_stream(dataset):
             return StreamLoader(dataset, options=options, **shared)
         return Loader(dataset, shuffle=shuffle, options=options, **shared)
 
-    def in_order(sets: Mapping[str, Dataset]) -> dict[str, BatchLoader]:
+    def in_order(sets: Mapping[str, Dataset]) -> dict[str, DatasetLoader]:
         return {name: loader_of(dataset, False, options) for name, dataset in sets.items()}
 
     train = loader_of(data.train, shuffle, train_options)

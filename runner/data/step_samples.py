@@ -11,7 +11,8 @@ import torch
 
 from runner.data.batch_layout import Batch
 from runner.data.loader import Loader
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.sampling import steps_of_epoch
+from runner.data.stream_loader import DatasetLoader, StreamLoader
 
 
 class StepSamples(NamedTuple):
@@ -32,7 +33,7 @@ class StepSamples(NamedTuple):
         return [index for micro_batch in self.micro_batches for index in micro_batch]
 
 
-def samples_of_step(loader: BatchLoader, accumulate: int, step: int) -> StepSamples:
+def samples_of_step(loader: DatasetLoader, accumulate: int, step: int) -> StepSamples:
     """Return the samples of an optimizer step, in all processes; of a stream no micro-batch.
 
     Args:
@@ -57,20 +58,6 @@ def samples_of_step(loader: BatchLoader, accumulate: int, step: int) -> StepSamp
     return StepSamples(step, epoch, micro_batches, first // loader.batch_size)
 
 
-def steps_of_epoch(loader: Loader, accumulate: int, taken: int = 0) -> int:
-    """Return the optimizer steps of an epoch, of whose examples the first `taken` are left out."""
-    batches = -(-max(0, loader.epoch_examples - taken) // loader.batch_size)
-    return -(-batches // accumulate)
-
-
-def ends_epoch(loader: BatchLoader, accumulate: int, step: int) -> bool:
-    """Return whether an epoch ends with a step; False for a stream, whose length is not known."""
-    if isinstance(loader, StreamLoader):
-        return False
-    beyond = step - loader.start.step - steps_of_epoch(loader, accumulate, loader.start.examples)
-    return beyond >= 0 and beyond % steps_of_epoch(loader, accumulate) == 0
-
-
 def saved_batches(
     loader: Loader, epoch: int, micro_batches: Sequence[Sequence[int]], first_batch: int = 0
 ) -> list[Batch]:
@@ -90,7 +77,7 @@ def saved_batches(
 
 
 def targets_of_steps(
-    loader: BatchLoader, steps: Sequence[StepSamples]
+    loader: DatasetLoader, steps: Sequence[StepSamples]
 ) -> Iterator[tuple[list[int], Any]]:
     """Yield the samples of steps, at most a batch at a time, and their targets [samples, ...].
 
@@ -103,7 +90,7 @@ def targets_of_steps(
             yield indices, _targets_of_batch(loader, indices, samples.epoch, number)
 
 
-def all_targets(loader: BatchLoader) -> Iterator[tuple[list[int], Any]]:
+def all_targets(loader: DatasetLoader) -> Iterator[tuple[list[int], Any]]:
     """Yield all samples of a data set, a batch at a time, and their targets [samples, ...]."""
     if isinstance(loader, StreamLoader):
         for places, (_, target) in loader.first_batches():

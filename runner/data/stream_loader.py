@@ -212,6 +212,10 @@ class StreamLoader:
     _last_batch: tuple[int, int] = field(default=(-1, 0), init=False)
     """First example and size of the batch that was read last."""
 
+    @property
+    def epoch_examples(self) -> None:
+        """Return None: the length of a pass is not known."""
+
     def examples_in(self, first: int) -> int:
         """Return how many examples a batch that has been read has in all processes.
 
@@ -293,11 +297,11 @@ class StreamLoader:
             raise
 
 
-BatchLoader = Loader | StreamLoader
+DatasetLoader = Loader | StreamLoader
 """What yields the batches of a data set: of a map-style one, or of a stream."""
 
 
-def reads_of(loader: BatchLoader, epoch: int, taken: int) -> tuple[tuple[int, int], ...]:
+def reads_of(loader: DatasetLoader, epoch: int, taken: int) -> tuple[tuple[int, int], ...]:
     """Return examples that a run has taken of a pass, and in batches of which size.
 
     Args:

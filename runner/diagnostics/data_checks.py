@@ -12,9 +12,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from runner.data.batch_layout import Batch
 from runner.data.splits import label_remedy
 from runner.data.step_samples import StepSamples, targets_of_steps
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.training.tasks.detection import Detection
-from runner.training.tasks.task import IGNORED, Task, labels_of
+from runner.training.tasks.task import IGNORED, Task
+from runner.utils.errors import ConfigError
 
 ROWS_PER_PIECE = 4096
 """Rows of data in memory that are checked in one piece; the time is read after each."""
@@ -26,7 +27,7 @@ _LEFT_OUT = f"cross entropy leaves {IGNORED} out"
 
 
 def data_problems(
-    loader: BatchLoader, split: str, task: Task, classes: int | None, notes: list[str]
+    loader: DatasetLoader, split: str, task: Task, classes: int | None, notes: list[str]
 ) -> Iterator[str]:
     """Yield what is wrong with a data set, a message for each kind of problem.
 
@@ -115,7 +116,7 @@ def _same_inputs(first: Mapping[str, Tensor | None], checked: int, split: str) -
         yield f"data: {what} are the same {where}. Were they cut off at a limit?"
 
 
-def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Task) -> str | None:
+def explain_uncounted_labels(loader: DatasetLoader, samples: StepSamples, task: Task) -> str | None:
     """Return what to do about a step none of whose labels counts; None where one does, and for a
     stream.
 
@@ -131,6 +132,22 @@ def explain_uncounted_labels(loader: BatchLoader, samples: StepSamples, task: Ta
     return (
         f"No label of its {count} samples counts ({_LEFT_OUT}), and a mean over none is "
         "NaN. Leave such samples out of the data, or type a larger train.batch_size"
+    )
+
+
+def labels_of(task: Task, target: Any) -> Tensor | None:
+    """Return how many labels of a target count, as `task.labels` says, after a check of its type.
+
+    Raises:
+        ConfigError: the task returned something else than None or a scalar tensor.
+    """
+    count = task.labels(target)
+    if count is None or (isinstance(count, Tensor) and not count.ndim):
+        return count
+    shape = f"a tensor {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
+    raise ConfigError(
+        f"task={type(task).__name__}: labels() returned {shape}. It returns a scalar tensor, the "
+        "number of labels that the mean loss divides by, or None. Type return mask.sum()."
     )
 
 
@@ -167,7 +184,7 @@ def _whose(samples: list[int], split: str, checked: int) -> str:
     return f"data: sample {samples[0]} of the {split} set{more}"
 
 
-def _portions(loader: BatchLoader) -> Iterator[tuple[Tensor, Batch]]:
+def _portions(loader: DatasetLoader) -> Iterator[tuple[Tensor, Batch]]:
     """Yield the indices of samples and their batch."""
     dataset: Any = loader.dataset
     if isinstance(loader, StreamLoader):

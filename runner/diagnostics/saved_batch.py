@@ -14,7 +14,7 @@ from typing import Any
 from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
 from runner.data.step_samples import samples_of_step
-from runner.data.stream_loader import BatchLoader
+from runner.data.stream_loader import DatasetLoader
 from runner.utils.errors import ConfigError
 from runner.utils.files import read_json, write_text
 from runner.utils.formatting import relative_path
@@ -69,7 +69,7 @@ class BatchSaver:
     invocation: Invocation
     folder: Path
     precision: str
-    loader: BatchLoader
+    loader: DatasetLoader
     save_artifact: Callable[[Path, Callable[[Path], object], str], bool]
 
     def save(

@@ -22,6 +22,7 @@ from runner.precision.gradients import finish_gradients, grad_norms, gradients_o
 from runner.tracking.history import Curve
 from runner.training.callbacks.callback import RunCallback, RunHandle, dispatch
 from runner.training.callbacks.runner_callbacks import RunSummary
+from runner.training.expert_loads import ExpertLoads
 from runner.training.records import DeviceStepRecord, EvalRecord, Record, RecordBuffer
 from runner.training.state import TrainState
 from runner.utils.errors import ConfigError, TrackingError
@@ -185,7 +186,8 @@ class StepRecords:
     _measurement: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __post_init__(self) -> None:
-        self._buffer = RecordBuffer(self.state)
+        self._loads = ExpertLoads(self.state.plain_model)
+        self._buffer = RecordBuffer(self.state, self._loads.gauges)
         self._sent_at = time.monotonic()
 
     def add(self, record: DeviceStepRecord) -> None:
@@ -233,7 +235,7 @@ class StepRecords:
         self.send()
         for block in self._buffer.flush():
             self._dispatch(block)
-        self._buffer.close()
+        self._loads.close()
         for callback in self.callbacks:
             callback.close()
 

@@ -16,14 +16,14 @@ from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.instantiation import TASK_KEYS
 from runner.data.build import RunLoaders
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import PlannedRun, RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model
 from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
-from runner.modes.training_outputs import describe_computation, save_dtypes, set_evaluation_hook
+from runner.modes.training_outputs import describe_computation, make_evaluation_hook, save_dtypes
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.loop import evaluate_sets, evaluation_mode
@@ -111,7 +111,7 @@ def evaluate_checkpoint(
             try_batch(run, state, validation)
         sizes |= describe_computation(run, probe, built.report)
         save_dtypes(run, probe, built.report)
-        hook = set_evaluation_hook(run, state, saved.content["step"])
+        hook = make_evaluation_hook(run, state, saved.content["step"])
         check_evaluation(run, state, loaders.validation, hook)
         prepare_model(spec, run.precision, run.device, built.model)
         if spec.train.compile:
@@ -138,7 +138,7 @@ def evaluate_checkpoint(
 
 
 @torch.no_grad()
-def _compile_for_batches(state: TrainState, validation: BatchLoader) -> None:
+def _compile_for_batches(state: TrainState, validation: DatasetLoader) -> None:
     """Compile for the shapes of a full batch and of the last one, before time is measured."""
     # The last batch may hold fewer examples, which is a shape of its own. Where a stream has its
     # last batch is not known.
@@ -161,10 +161,10 @@ def _timed_evaluation(
     The time of the hook does not count.
     """
     start = perf_counter()
-    metrics = evaluate_sets("val", state, loaders.validation, run.stop_requested)
+    metrics = evaluate_sets("val", state, loaders.validation, run.stop_requested, hook)
     run.signals.check()
     assert metrics is not None
-    test_metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
+    test_metrics = evaluate_sets("test", state, loaders.test, run.stop_requested, hook)
     run.signals.check()
     assert test_metrics is not None
     seconds = perf_counter() - start - (hook.seconds if hook else 0.0)

@@ -25,9 +25,10 @@ from runner.config.targets import build_group
 from runner.data.batch_layout import Batch
 from runner.data.build import build_data, build_run_loaders
 from runner.data.step_samples import saved_batches
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.data.task_target import build_task
 from runner.diagnostics import saved_batch
+from runner.diagnostics.data_checks import labels_of
 from runner.diagnostics.nonfinite_trace import (
     NonfiniteTrace,
     TracedTensor,
@@ -51,11 +52,12 @@ from runner.training.loop import (
     total_steps,
 )
 from runner.training.model import build_model, keeps_adapter
+from runner.training.own_state import OwnState, saved_state
 from runner.training.setup import TrainingSetup
-from runner.training.state import TrainState, saved_state
+from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import backpropagate, examples_in, loss_of, train_step
-from runner.training.tasks.task import Task, labels_of, mean
+from runner.training.tasks.task import Task, mean
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_number
 from runner.utils.modules import set_training
@@ -455,6 +457,9 @@ def states_before(
         if compiles:
             check_compile_options(spec, precision, device, built.model)
             prepare_model(spec, precision, device, built.model)
+        if is_trained:
+            # Its buffers are in the checkpoint from which a step is computed in another precision.
+            state.hooks.add(OwnState(state))
         if start is not None:
             state_dict.restore(state, start, spec, [])
     if last > 1:
@@ -477,12 +482,12 @@ def states_before(
                 _evaluate(state, loaders.validation)
 
 
-def _evaluate(state: TrainState, validation: Mapping[str, BatchLoader]) -> None:
+def _evaluate(state: TrainState, validation: Mapping[str, DatasetLoader]) -> None:
     """Evaluate as the run did, its hook included, whose files are deleted."""
     # An evaluation's data may draw random numbers, and a schedule may follow its quality.
     with TemporaryDirectory() as folder:
-        if state.task.additions.hook is not None:
-            state.set_evaluation_hook(EvaluationHook(state, Path(folder)))
-        metrics = evaluate_sets("val", state, validation)
+        has_hook = state.task.additions.hook is not None
+        hook = EvaluationHook(state, Path(folder)) if has_hook else None
+        metrics = evaluate_sets("val", state, validation, hook=hook)
     if metrics is not None:
         state.record_evaluation(metrics)

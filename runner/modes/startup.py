@@ -20,13 +20,13 @@ from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData
-from runner.data.stream_loader import BatchLoader, StreamLoader, is_stream
+from runner.data.stream_loader import DatasetLoader, StreamLoader, is_stream
 from runner.diagnostics.data_checks import data_problems
 from runner.diagnostics.memory.out_of_memory import MemoryWatch, is_out_of_memory
 from runner.modes import batch_rules
 from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
-from runner.modes.task_checks import check_totals, output_lines, packing_lines
+from runner.modes.task_checks import check_totals, checked_losses, output_lines, packing_lines
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
 from runner.precision.loss_scale import describe_hooks, gradient_hooks
@@ -36,10 +36,11 @@ from runner.training.initial_weights import InitialWeights
 from runner.training.loop import evaluate, evaluation_mode
 from runner.training.model import BuiltModel, starts_random
 from runner.training.model_call import describe_call
+from runner.training.own_state import saved_state
 from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
 from runner.training.setup import describe_state_dtypes
-from runner.training.state import TrainState, saved_state
+from runner.training.state import TrainState
 from runner.training.step import loss_of
 from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError, refuse
 from runner.utils.files import read_text, write_text
@@ -143,7 +144,7 @@ def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | 
         run.tracker.inputs(described)
 
 
-def check_data(run: RunContext, loaders: Mapping[str, BatchLoader]) -> None:
+def check_data(run: RunContext, loaders: Mapping[str, DatasetLoader]) -> None:
     """Check the data sets before anything is computed from them, and act as guard.data says.
 
     Args:
@@ -170,7 +171,7 @@ def check_data(run: RunContext, loaders: Mapping[str, BatchLoader]) -> None:
         run.say(f"warning: {problem}")
 
 
-def check_stream(run: RunContext, split: str, loader: BatchLoader) -> None:
+def check_stream(run: RunContext, split: str, loader: DatasetLoader) -> None:
     """Check that a stream can obey the command, and is the same in all processes.
 
     Args:
@@ -258,7 +259,7 @@ def check_strategy(state: TrainState, train: TrainSpec) -> None:
 def check_evaluation(
     run: RunContext,
     state: TrainState,
-    sets: Mapping[str, BatchLoader],
+    sets: Mapping[str, DatasetLoader],
     hook: EvaluationHook | None = None,
 ) -> None:
     """Check the metrics and the quality that the config adds to the task, on one batch.
@@ -298,7 +299,7 @@ def check_evaluation(
         run.say(f"runs are compared by {quality}: {better} is better")
 
 
-def _all_names(names: Sequence[str], sets: Mapping[str, BatchLoader]) -> list[str]:
+def _all_names(names: Sequence[str], sets: Mapping[str, DatasetLoader]) -> list[str]:
     """Return the names under which the metrics of all validation sets are recorded."""
     found = list(names)
     for label in sets:
@@ -308,7 +309,7 @@ def _all_names(names: Sequence[str], sets: Mapping[str, BatchLoader]) -> list[st
 
 
 def try_batch(
-    run: RunContext, state: TrainState, loader: BatchLoader, says_layout: bool = True
+    run: RunContext, state: TrainState, loader: DatasetLoader, says_layout: bool = True
 ) -> None:
     """Compute one forward and loss in evaluation mode, which changes nothing.
 
@@ -336,7 +337,7 @@ def try_batch(
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
-        with _trial(run, state), watched_casts(run, state):
+        with _trial(run, state), watched_casts(run, state), checked_losses(run.task):
             loss = loss_of(state, inputs, target)
             if outputs and isinstance(loss, Tensor):
                 check_totals(state, outputs[-1], target)
@@ -424,7 +425,7 @@ def _count(dataset: Any) -> str:
     return "stream" if is_stream(dataset) else str(len(dataset))
 
 
-def _log_loading(run: RunContext, loader: BatchLoader) -> None:
+def _log_loading(run: RunContext, loader: DatasetLoader) -> None:
     """Say what data.sampler changes, and train.num_workers for data in memory.
 
     Of a stream, say how it is read.
@@ -534,7 +535,7 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
         describe_hooks(gradient_hooks(state.plain_model)) if state.scale.value is not None else "",
         describe_groups(state.optimizers),
         describe_schedule(schedule, steps, task.quality, task.direction),
-        state.average.describe() if state.average is not None else "",
+        state.evaluated.describe() if state.evaluated is not None else "",
         *describe_state_dtypes(run.spec.optimizer, state.optimizers),
         state.strategy.describe(),
     ]

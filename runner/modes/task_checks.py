@@ -1,6 +1,7 @@
 """Check what a task makes of the model's output for the first batch, before anything trains."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,16 +10,75 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.data.batch_layout import KeywordInputs
+from runner.diagnostics.data_checks import labels_of
 from runner.modes.context import RunContext
+from runner.training.records import name_problem
 from runner.training.state import TrainState
-from runner.training.step import examples_in, loss_of, split_loss
-from runner.training.tasks.task import labels_of
+from runner.training.step import examples_in, loss_of
+from runner.training.tasks.task import Task
 from runner.utils.errors import ConfigError
 
 _LOSS_TOLERANCE = 1e-4
 """Relative difference of a batch's loss from that of its halves above rounding, of one output."""
 _MODEL_TOLERANCE = 5e-3
 """The same where a model computes the loss, perhaps in half precision."""
+
+
+@contextmanager
+def checked_losses(task: Task) -> Iterator[None]:
+    """Return a context in which what a task's loss() returns is checked; see check_loss_terms.
+
+    The context is that of the first batch that is tried, and of the first step. Later a task that
+    returns something else fails with an error of torch or Python, but where it returns values of
+    other names, see RecordBuffer.add.
+    """
+    attributes = vars(task)
+    own = {name: value for name, value in attributes.items() if name == "loss"}
+    compute = task.loss
+
+    def checked(output: Any, target: Any) -> Any:
+        returned = compute(output, target)
+        check_loss_terms(returned, task)
+        return returned
+
+    attributes["loss"] = checked
+    try:
+        yield
+    finally:
+        del attributes["loss"]
+        attributes.update(own)
+
+
+def check_loss_terms(returned: Any, task: Task) -> None:
+    """Raise ConfigError where a task's loss() returns values that cannot be recorded.
+
+    Args:
+        returned: the loss, or the pair (loss, {name: scalar tensor}).
+        task: named in messages.
+    """
+    if not isinstance(returned, tuple):
+        return
+    where = f"task={type(task).__name__}: loss()"
+    if len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise ConfigError(
+            f"{where} returned a tuple of {len(returned)}. It returns the loss, or (loss, values) "
+            'with values by name, as in return loss, {"kl": kl.mean()}.'
+        )
+    loss, terms = returned
+    for name, value in terms.items():
+        problem = name_problem(name)
+        if problem:
+            raise ConfigError(f"{where} returned a value named {name!r}. {problem}")
+        kind = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            # What a loss that is no tensor should have been, the check of the loss says.
+            if value.numel() == 1 and getattr(loss, "device", value.device) == value.device:
+                continue
+            kind = f"a tensor {list(value.shape)} on {value.device}"
+        raise ConfigError(
+            f"{where} returned as {name} {kind}. Allowed: a tensor of one number on the loss's "
+            "device; no .item(), which makes every step wait. Type value.mean()."
+        )
 
 
 def check_totals(state: TrainState, output: Any, target: Any) -> None:
@@ -60,6 +120,8 @@ def output_lines(
     if task.whole_batch and run.strategy.rank.world_size > 1:
         check_joinable(state, batch, output)
     parts = run.spec.train.accumulate * run.strategy.rank.world_size
+    if parts > 1 and not task.whole_batch:
+        labels_of(task, batch[1])  # by whose number the parts weigh
     is_known = task.whole_batch or task.additions.whole_batch is False
     if not run.spec.trains or parts == 1 or is_known:
         return
@@ -156,7 +218,8 @@ def _whole_and_halves(
             loss = loss_of(state, tree_map(cut, inputs), own)
         else:
             halved = state.precision.loss_pair(tree_map(cut, output), own)
-            loss, _ = split_loss(task.loss(*halved), task)
+            returned = task.loss(*halved)
+            loss = returned[0] if isinstance(returned, tuple) else returned
         count = labels_of(task, own)
         return float(loss), len(part) if count is None else float(count)
 

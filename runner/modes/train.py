@@ -28,23 +28,26 @@ from runner.modes.startup import (
     try_batch,
     watched_casts,
 )
+from runner.modes.task_checks import checked_losses
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (
     FirstStep,
     check_model_folders,
+    make_evaluation_hook,
     save_dtypes,
     save_loss_scale,
     save_model,
     save_model_folders,
     save_processes,
     save_weights,
-    set_evaluation_hook,
     wants_model_folders,
 )
 from runner.precision.loss_scale import watch_gradient_calls
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.loop import evaluate_sets, fit, total_steps
+from runner.training.evaluation_hook import EvaluationHook
+from runner.training.expert_loads import ExpertLoads
+from runner.training.loop import LoopHooks, evaluate_sets, fit, total_steps
 from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.state_dict import starting_point
@@ -93,10 +96,10 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
                 seed_all(spec.seed + run.strategy.rank.index * 2**40)
             memory.begin_steps(state, loaders.train)
             try_batch(run, state, loaders.val)
-            hook = set_evaluation_hook(run, state)
+            hook = make_evaluation_hook(run, state)
             check_evaluation(run, state, loaders.validation, hook)
         first_step = FirstStep(run, state, built.report)
-        callbacks = _train_loop(run, state, loaders, resumed, first_step)
+        callbacks = _train_loop(run, state, loaders, resumed, first_step, hook)
         unsaved = _save_weights(run, callbacks)
         # After the last checkpoint: the message names the newest one.
         failure = callbacks.failure_message
@@ -105,7 +108,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
         save_loss_scale(run, callbacks.summary, state.step)
         summary = callbacks.summary.result_values()
         if not failure:
-            summary["metrics"] = summary["metrics"] | _test_metrics(run, state, loaders)
+            summary["metrics"] = summary["metrics"] | _test_metrics(run, state, loaders, hook)
         # Taken before the export, which has a peak of its own.
         sizes["peak_memory_mib"] = save_processes(run, summary)
         if not failure:
@@ -146,6 +149,7 @@ def _train_loop(
     loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
     first_step: FirstStep,
+    evaluation: EvaluationHook | None,
 ) -> TrainingCallbacks:
     """Train with every callback reading the records; return the callbacks."""
     spec = run.spec
@@ -161,16 +165,16 @@ def _train_loop(
         run.say(f"resumed at step {state.step} of {planned}: {resumed.path}")
         for line in messages:
             run.say(line)
-    records = fit(
-        state,
-        loaders.train,
-        loaders.validation,
-        spec.train,
-        step_context=_step_contexts(run, callbacks, first_step),
+    loads = ExpertLoads(state.plain_model)
+    hooks = LoopHooks(
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
         should_finish=callbacks.should_finish,
+        step_context=_step_contexts(run, callbacks, first_step),
+        evaluation=evaluation,
+        gauges=loads.gauges,
     )
+    records = fit(state, loaders.train, loaders.validation, spec.train, hooks)
     hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
@@ -185,6 +189,7 @@ def _train_loop(
     finally:
         callbacks.close()
         loaders.close()
+        loads.close()
     if hook_error is not None:
         _raise_with_checkpoint(run, callbacks, hook_error)
     # A signal that reached one process stops all of them.
@@ -192,7 +197,9 @@ def _train_loop(
     return callbacks
 
 
-def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> dict[str, float]:
+def _test_metrics(
+    run: RunContext, state: TrainState, loaders: RunLoaders, hook: EvaluationHook | None
+) -> dict[str, float]:
     """Evaluate the test sets on the weights as they are, and log their metrics.
 
     Returns:
@@ -204,7 +211,7 @@ def _test_metrics(run: RunContext, state: TrainState, loaders: RunLoaders) -> di
     evaluated = set_labels("test", loaders.test)
     try:
         with TrainingErrors(run, state, loaders.train, evaluated).explain():
-            metrics = evaluate_sets("test", state, loaders.test, run.stop_requested)
+            metrics = evaluate_sets("test", state, loaders.test, run.stop_requested, hook)
     finally:
         loaders.close()
     if metrics is None:
@@ -293,7 +300,7 @@ def _step_contexts(
     first = callbacks.state.step + 1
     numerics = callbacks.numerics
     state = callbacks.state
-    own_state = state.own_state  # before the first step, which changes the model
+    own_state = callbacks.own_state
     # What is compiled does not run a mode of torch's.
     compiles = spec.train.compile
 
@@ -307,6 +314,7 @@ def _step_contexts(
         with (
             run.signals.interruptible(),
             given,
+            checked_losses(run.task),
             first_step.probe,
             first_step.watch(),
             hooks,
@@ -320,7 +328,7 @@ def _step_contexts(
                 f"training adds {weight:g} times the {loss} that the model returns to the task's "
                 "loss; val/loss is without it"
             )
-        state.end_first_step()
+        own_state.end_first_step()
         callbacks.name_untrained()
         first_step.describe()
 
@@ -329,7 +337,7 @@ def _step_contexts(
         with _UNMEASURED if compiles else own_state.watched_reads(), measured:
             yield
         remedy = "" if compiles else run.precision.update_remedy
-        warning = own_state.narrow_warning(remedy, state.end_second_step())
+        warning = own_state.end_second_step(remedy)
         if warning:
             run.say(warning)
 

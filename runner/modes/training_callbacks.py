@@ -14,7 +14,7 @@ from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWr
 from runner.data.fingerprint import learned_facts
 from runner.data.sampling import restored_random_state
 from runner.data.step_samples import samples_of_step
-from runner.data.stream_loader import BatchLoader, StreamLoader, reads_of
+from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.diagnostics.room import NumericsSpec
@@ -34,6 +34,7 @@ from runner.training.callbacks.runner_callbacks import (
 )
 from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.loop import is_evaluation_step, total_steps
+from runner.training.own_state import OwnState
 from runner.training.records import EvalRecord, Record, StepRecord
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
@@ -46,6 +47,7 @@ class TrainingCallbacks:
     Attributes:
         run: the run.
         state: of the training.
+        own_state: what the model changes by itself, for checkpoints and warnings.
         planned_steps: optimizer steps of the whole training.
         callbacks: in the order in which they read a record.
         handle: passed to the callbacks.
@@ -58,7 +60,7 @@ class TrainingCallbacks:
     """
 
     def __init__(
-        self, run: RunContext, state: TrainState, loader: BatchLoader, start_step: int
+        self, run: RunContext, state: TrainState, loader: DatasetLoader, start_step: int
     ) -> None:
         self.run = run
         self.state = state
@@ -70,8 +72,10 @@ class TrainingCallbacks:
             self.writer = ShardedCheckpointWriter(run.checkpoint_folder, keep, run.say, strategy)
         else:
             self.writer = AsyncCheckpointWriter(run.checkpoint_folder, keep, run.say)
+        self.own_state = OwnState(state)
+        state.hooks.add(self.own_state)
         # The copy of the weights must be complete before the optimizer changes them.
-        state.set_update_hook(self.writer.wait_for_copy)
+        state.hooks.call_before_update(self.writer.wait_for_copy)
         spec = run.spec
         task = run.task
         self._loader = loader
@@ -222,7 +226,7 @@ class TrainingCallbacks:
     def _checkpoint_content(self) -> dict[str, Any]:
         if self._attribute_checks_left:
             self._attribute_checks_left -= 1
-            names = self.state.own_state.unsaved_attributes()
+            names = self.own_state.unsaved_attributes()
             if names:
                 self._attribute_checks_left = 0
                 self.run.say(
@@ -247,8 +251,8 @@ class TrainingCallbacks:
         if self.weights_are_valid():
             # Only an update changes these, so their copy is waited for before the next one.
             changed_by_update = [*self.state.trainable_parameters, *self.state.optimizer_tensors()]
-            if self.state.average is not None:
-                changed_by_update += self.state.average.tensors()
+            if self.state.evaluated is not None:
+                changed_by_update += self.state.evaluated.tensors()
             self.writer.save(self._checkpoint_content(), best, changed_by_update)
 
     def save_last(self) -> Path | None:
@@ -263,7 +267,7 @@ class TrainingCallbacks:
         self.writer.finish()
 
 
-def _guard(run: RunContext, loader: BatchLoader, start_step: int) -> Guard:
+def _guard(run: RunContext, loader: DatasetLoader, start_step: int) -> Guard:
     """Return the callback that judges the records, with what it saves and how it says so.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
-from runner.data.stream_loader import BatchLoader, StreamLoader
+from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
@@ -64,8 +64,8 @@ class TrainingErrors:
 
     run: RunContext
     state: TrainState
-    train: BatchLoader
-    evaluated: Mapping[str, BatchLoader]
+    train: DatasetLoader
+    evaluated: Mapping[str, DatasetLoader]
 
     @contextmanager
     def explain(self) -> Iterator[None]:
@@ -242,7 +242,7 @@ class TrainingErrors:
         return f"{message}\n{saved}"
 
 
-def _larger_batch(run: RunContext, loader: BatchLoader) -> str:
+def _larger_batch(run: RunContext, loader: DatasetLoader) -> str:
     """Return the batch size that leaves a batch norm two examples in every batch."""
     least = 2 * run.strategy.rank.world_size
     if isinstance(loader, StreamLoader):
@@ -306,7 +306,7 @@ def _first_bad_sample(
     return ""
 
 
-def batch_saver(run: RunContext, loader: BatchLoader) -> BatchSaver:
+def batch_saver(run: RunContext, loader: DatasetLoader) -> BatchSaver:
     """Return what saves the samples of a run's steps for mode=replay."""
     return BatchSaver(
         run.spec, run.invocation, run.out, run.precision.name, loader, run.save_artifact

@@ -19,7 +19,7 @@ from torch import nn
 
 from runner.checkpoint.export import ExportedModel, ExportError, check_layers, error_line, export
 from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
-from runner.data.stream_loader import BatchLoader
+from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
 from runner.modes.context import RunContext
@@ -136,21 +136,19 @@ class FirstStep:
         self.computation = describe_computation(self._run, self.probe, self.report)
 
 
-def set_evaluation_hook(
+def make_evaluation_hook(
     run: RunContext, state: TrainState, step: int | None = None
 ) -> EvaluationHook | None:
-    """Have the run's task.after_evaluation called after each evaluation, and return what calls it.
+    """Return what calls the run's task.after_evaluation; None where its task has no such hook.
 
     Args:
-        run: the run; None is returned where its task has no hook.
+        run: the run.
         state: of the run.
         step: that the weights are of; None for the state's own.
     """
     if run.task.additions.hook is None:
         return None
-    hook = EvaluationHook(state, run.out, run.tracker, run.save_traceback, step)
-    state.set_evaluation_hook(hook)
-    return hook
+    return EvaluationHook(state, run.out, run.tracker, run.save_traceback, step)
 
 
 def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
@@ -245,13 +243,14 @@ def save_weights(run: RunContext, state: TrainState) -> str:
     Returns:
         Why a file was not written; empty where each was.
     """
+    decay = 0.0 if state.evaluated is None else state.evaluated.decay
     # With train.ema those that train and the average; else those that are evaluated.
-    with nullcontext() if state.average else state.evaluated_weights():
+    with nullcontext() if decay else state.evaluated_weights():
         problem = _save_weights(run, state, "model.safetensors", {})
-    if state.average is None or problem:
+    if not decay or problem:
         return problem
     with state.evaluated_weights():
-        facts = {"ema": f"{state.average.decay:g}"}
+        facts = {"ema": f"{decay:g}"}
         return _save_weights(run, state, "model.ema.safetensors", facts)
 
 
@@ -283,7 +282,7 @@ def _save_weights(
     return ""
 
 
-def save_model(run: RunContext, state: TrainState, loader: BatchLoader) -> None:
+def save_model(run: RunContext, state: TrainState, loader: DatasetLoader) -> None:
     """Export the trained model and upload it; a model that cannot be exported is reported."""
     if not run.tracker.takes_models or run.signals.is_stop_requested():
         return

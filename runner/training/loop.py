@@ -5,6 +5,7 @@ Evaluations of a model on data sets, and the measurement of updates that leave w
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
 from time import perf_counter
@@ -18,11 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.config.schema import TrainSpec
 from runner.data.batch_layout import Batch
-from runner.data.loader import Loader
-from runner.data.sampling import batch_seed
-from runner.data.step_samples import ends_epoch, steps_of_epoch
-from runner.data.stream_loader import BatchLoader
-from runner.training.parameter_groups import full_rate
+from runner.data.sampling import BatchLoader, batch_seed, ends_epoch, steps_of_epoch
 from runner.training.records import EvalRecord, Record, RecordBuffer
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.step import join_batch, train_step
@@ -156,6 +153,7 @@ def evaluate_sets(
     state: TrainState,
     loaders: Mapping[str, BatchLoader],
     should_stop: Callable[[], bool] = lambda: False,
+    hook: EvaluationCall | None = None,
 ) -> dict[str, float] | None:
     """Return the metrics of all validation sets, or of all test sets.
 
@@ -164,6 +162,7 @@ def evaluate_sets(
         state: see evaluate.
         loaders: of the sets by name; that of an only one may be empty.
         should_stop: see evaluate.
+        hook: called after the evaluation of each set, see evaluate.
 
     Returns:
         The metrics, named <split>/<name>/<metric>, without the name of an only set. Those of the
@@ -172,7 +171,7 @@ def evaluate_sets(
     metrics: dict[str, float] = {}
     for name, loader in loaders.items():
         label = f"{split}/{name}" if name else split
-        values = evaluate(state, loader, should_stop, label, hook=state.evaluation_hook)
+        values = evaluate(state, loader, should_stop, label, hook=hook)
         if values is None:
             return None
         if split == "val" and not metrics:
@@ -203,10 +202,11 @@ class Stagnation:
         self.strategy = state.strategy
         self._earlier = state.stagnant_share
         self.params = []
-        for group in chain(*(part.optimizer.param_groups for part in state.optimizers)):
-            has_rate = 0 < MIN_RATE_SHARE * full_rate(group) <= group["lr"]
-            if has_rate and state.precision.loses_updates:
-                self.params += [p for p in group["params"] if p.dtype.itemsize == 2]
+        for part in state.optimizers if state.precision.loses_updates else ():
+            groups = part.optimizer.param_groups
+            for group, full_rate in zip(groups, part.full_rates(), strict=True):
+                if 0 < MIN_RATE_SHARE * full_rate <= group["lr"]:
+                    self.params += [p for p in group["params"] if p.dtype.itemsize == 2]
         self._weights_before = [shard.clone() for shard in self._local_shards(self.params)]
         self._has_gradient: dict[int, Tensor] = {}  # bool masks by the parameter's id
         self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
@@ -297,7 +297,6 @@ def total_steps(train: TrainSpec, loader: BatchLoader) -> int:
     """Return the optimizer steps of a run; an epoch's last step may have fewer micro-batches."""
     if train.max_steps:
         return train.max_steps
-    assert isinstance(loader, Loader)  # a stream is refused without train.max_steps
     start = loader.start
     rest = steps_of_epoch(loader, train.accumulate, start.examples)
     later = (train.epochs - start.epoch) * steps_of_epoch(loader, train.accumulate)
@@ -343,17 +342,38 @@ def accumulation_batches(
         state.position = 0
 
 
-# What trains, on what, how long, and three hooks for the caller: each is used on its own.
-def fit(  # noqa: PLR0913
+@dataclass(frozen=True)
+class LoopHooks:
+    """What the caller of the loop decides and adds.
+
+    Attributes:
+        flush_every: an interval at which every record must have arrived (checkpoints).
+        should_stop: asked after each step and between the batches of an evaluation; True ends the
+            loop after a last block.
+        should_finish: asked before each step; True makes it the last one, which is evaluated.
+        step_context: returns the context in which the step of a number runs (probes).
+        evaluation: called after the evaluation of each set; None for nothing.
+        gauges: returns what is recorded at the end of each block beside the precision's gauges, by
+            metric name; scalars on the device.
+    """
+
+    flush_every: int | None = None
+    should_stop: Callable[[], bool] = lambda: False
+    should_finish: Callable[[], bool] = lambda: False
+    step_context: Callable[[int], AbstractContextManager[object]] = lambda step: _NO_CONTEXT
+    evaluation: EvaluationCall | None = None
+    gauges: Callable[[], Mapping[str, Tensor]] = dict
+
+
+NO_HOOKS = LoopHooks()
+
+
+def fit(
     state: TrainState,
     loader: BatchLoader,
     validation: BatchLoader | Mapping[str, BatchLoader],
     train: TrainSpec,
-    *,
-    flush_every: int | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    should_finish: Callable[[], bool] = lambda: False,
-    step_context: Callable[[int], AbstractContextManager[object]] = lambda step: _NO_CONTEXT,
+    hooks: LoopHooks = NO_HOOKS,
 ) -> Iterator[Record]:
     """Train, and yield blocks of step records as they reach the host, and evaluations.
 
@@ -368,22 +388,19 @@ def fit(  # noqa: PLR0913
         validation: batches for the evaluations; of several sets by their names, see
             evaluate_sets.
         train: lengths and intervals.
-        flush_every: an interval at which every record must have arrived (checkpoints).
-        should_stop: asked after each step and between the batches of an evaluation; True ends the
-            loop after a last block.
-        should_finish: asked before each step; True makes it the last one, which is evaluated.
-        step_context: returns the context in which the step of a number runs (probes).
+        hooks: what the caller decides and adds.
     """
-    blocks = RecordBuffer(state)
+    blocks = RecordBuffer(state, hooks.gauges)
     sets = validation if isinstance(validation, Mapping) else {"": validation}
     last = total_steps(train, loader)
+    every = hooks.flush_every
     deadline = perf_counter() + (train.max_seconds or inf)
     set_training(state.model)
     try:
         # The run may have been stopped between a step and the evaluation that follows it.
         is_evaluated = state.last_evaluation_step >= state.step
         if not is_evaluated and is_evaluation_step(train, loader, state.step):
-            yield from _evaluation(state, sets, should_stop)
+            yield from _evaluation(state, sets, hooks)
             blocks.restart_clock()
         if state.step >= last:
             return
@@ -391,17 +408,17 @@ def fit(  # noqa: PLR0913
         for micros, sizes in until_interrupted(batches):
             step = state.step + 1
             # Decided before the step: what an evaluation counts must be watched during the step.
-            is_last = step >= last or perf_counter() >= deadline or should_finish()
+            is_last = step >= last or perf_counter() >= deadline or hooks.should_finish()
             evaluates = is_last or is_evaluation_step(train, loader, step)
             counter = Stagnation(state) if evaluates or step == last // 3 else None
-            with step_context(step):
+            with hooks.step_context(step):
                 blocks.add(train_step(state, micros, sizes))
             state.stagnant_share = counter.stagnant_share() if counter else state.stagnant_share
             # All processes ask at the same points of the loop, so they agree, one question late.
-            is_stopped = should_stop()
+            is_stopped = hooks.should_stop()
             # The caller acts on evaluations, checkpoints and the end, and needs every record by
             # then.
-            if evaluates or is_stopped or (flush_every and step % flush_every == 0):
+            if evaluates or is_stopped or (every and step % every == 0):
                 yield from blocks.flush()
             elif step % train.log_every == 0:
                 # The block is read one interval late: reading it now would drain the device's
@@ -409,9 +426,9 @@ def fit(  # noqa: PLR0913
                 blocks.send()
                 yield from blocks.ready_records()
             if evaluates and not is_stopped:
-                yield from _evaluation(state, sets, should_stop)
+                yield from _evaluation(state, sets, hooks)
                 blocks.restart_clock()
-            if is_stopped or is_last or (evaluates and should_stop()):
+            if is_stopped or is_last or (evaluates and hooks.should_stop()):
                 return
         yield from blocks.flush()
     except (Exception, KeyboardInterrupt):
@@ -421,15 +438,13 @@ def fit(  # noqa: PLR0913
             with suppress(Exception):  # what ended the loop must not be hidden by its last records
                 yield from blocks.flush()
         raise
-    finally:
-        blocks.close()
 
 
 def _evaluation(
-    state: TrainState, validation: Mapping[str, BatchLoader], should_stop: Callable[[], bool]
+    state: TrainState, validation: Mapping[str, BatchLoader], hooks: LoopHooks
 ) -> Iterator[EvalRecord]:
     """Yield the record of an evaluation; nothing if the run is asked to stop meanwhile."""
-    metrics = evaluate_sets("val", state, validation, should_stop)
+    metrics = evaluate_sets("val", state, validation, hooks.should_stop, hooks.evaluation)
     if metrics is not None:
         state.record_evaluation(metrics)
         yield EvalRecord(state.step, now_ms(), state.epoch, metrics, state.stagnant_share)

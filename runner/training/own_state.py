@@ -6,19 +6,27 @@ must hold it, and 16 bits round small changes of it away.
 
 import io
 import pickle
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.precision.loss_scale import HostFlag
+from runner.precision.weight_updates import Nearest, WideForward
+from runner.training.state import StepHook, TrainState
 from runner.utils.formatting import first_names
 from runner.utils.module_tape import FunctionWatch
-from runner.utils.reproducibility import is_dense, own_tensors, plain_attributes
+from runner.utils.reproducibility import (
+    is_dense,
+    own_tensors,
+    plain_attributes,
+    saved_forward_state,
+)
 from runner.utils.tensors import dtype_name
 
 OWN_BUFFERS_KEY = "own_buffers"
@@ -89,37 +97,55 @@ def _unwatched() -> Iterator[None]:
         yield
 
 
-class SkippedSteps:
+class SkippedSteps(StepHook):
     """Undoes what the forwards of a step changed in a model where the loss scale skips the step.
 
     Nothing waits for the device: the flag chooses there between new values and copies. Numbers of
     Python that a forward counts are not undone.
 
     Args:
-        model: of the run.
-        trusts_versions: a tensor whose version is the same is unchanged, as it is unless the model
-            changes `tensor.data`.
-
-    Attributes:
-        found_inf: of the last step; None before.
+        model: of the run; looked at from the first step on.
     """
 
-    def __init__(self, model: nn.Module, trusts_versions: bool = False) -> None:
-        self.found_inf: Tensor | None = None
-        self._trusts_versions = trusts_versions
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._device = next(model.parameters()).device
-        self._places = []
-        for place in _places(model, own_tensors(model), True):
+        # A tensor whose version is the same is unchanged, unless the model changes `tensor.data`.
+        self._trusts_versions = False
+        self._found_inf: Tensor | None = None  # of the last step
+        self._places: list[_Place] | None = None
+        self._before: list[Any] = []
+        self._copies: list[Any] = []
+        self._copied_bits: list[Any] = []
+        self._versions: list[int] = []
+
+    def _follow(self) -> list[_Place]:
+        """Copy what the model holds now, and return the places."""
+        places: list[_Place] = []
+        for place in _places(self._model, own_tensors(self._model), True):
             # After the first step no attributes: there may be many, which stay None.
-            is_none = place.tensor is None and not (trusts_versions and "_buffers" in place.members)
+            is_none = place.tensor is None
+            is_none &= not (self._trusts_versions and "_buffers" in place.members)
             if is_none or self._is_followed(place.tensor):
-                self._places.append(place)
-        self._before: list[Any] = [None for _ in self._places]
-        self._copies: list[Any] = [*self._before]
-        self._copied_bits: list[Any] = [*self._before]
-        for i, place in enumerate(self._places):
+                places.append(place)
+        self._places = places
+        self._before = [None for _ in places]
+        self._copies = [*self._before]
+        self._copied_bits = [*self._before]
+        for i, place in enumerate(places):
             self._copy(i, place.tensor)
         self._versions = [getattr(before, "_version", 0) for before in self._before]
+        return places
+
+    def end_first_step(self, counts_all: bool) -> None:
+        """Follow what the first step has left.
+
+        Args:
+            counts_all: torch has counted all changes of tensors in it.
+        """
+        # A skipped step has left no change to compare.
+        self._trusts_versions = counts_all and not self._found_inf
+        self._follow()
 
     def _copy(self, i: int, now: Tensor | None) -> None:
         copied = None if now is None else now.detach().clone()
@@ -132,31 +158,32 @@ class SkippedSteps:
         # The flag is on the model's device; to read it elsewhere would wait.
         return isinstance(tensor, Tensor) and is_dense(tensor) and tensor.device == self._device
 
-    def begin(self) -> None:
-        """Copy what has changed since the last copy, before the first forward of a step."""
+    def begin(self, step: int) -> None:
+        """Copy what has changed since the last copy."""
+        places = self._follow() if self._places is None else self._places
         with _unwatched():
-            for copies, tensors in self._written():
+            for copies, tensors in self._written(places):
                 torch._foreach_copy_(copies, tensors)
-            for i, place in enumerate(self._places):
+            for i, place in enumerate(places):
                 now = place.tensor
                 if now is not self._before[i] and (now is None or self._is_followed(now)):
                     self._copy(i, now)
                 self._versions[i] = getattr(self._before[i], "_version", 0)
 
-    def end(self, found_inf: Tensor) -> None:
-        """Restore the copies where a step is skipped.
-
-        Args:
-            found_inf: float32 [], not 0 where gradients overflowed.
-        """
-        self.found_inf = found_inf
+    def end(self, found_infs: Sequence[Tensor | None]) -> None:
+        """Restore the copies where the step of any optimizer is skipped; see StepHook."""
+        flags = [flag for flag in found_infs if flag is not None]
+        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        places = self._places
+        assert places is not None  # begin() has found them
+        self._found_inf = found_inf
         with _unwatched():
             # In whole numbers, whose differences are exact and have no NaN; a kernel for all.
-            for copies, tensors in self._written():
+            for copies, tensors in self._written(places):
                 torch._foreach_sub_(tensors, copies)
                 torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
                 torch._foreach_add_(tensors, copies)
-            for place, before, copied in zip(self._places, self._before, self._copies, strict=True):
+            for place, before, copied in zip(places, self._before, self._copies, strict=True):
                 now: Any = place.tensor
                 if now is before:
                     continue
@@ -168,11 +195,11 @@ class SkippedSteps:
                 elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
                     place.members[place.key] = copied
 
-    def _written(self) -> Collection[tuple[list[Tensor], list[Tensor]]]:
+    def _written(self, places: Sequence[_Place]) -> Collection[tuple[list[Tensor], list[Tensor]]]:
         """Return copies and tensors, by dtype and as whole numbers, of the places where the model
         has written since the last copy."""
         groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for i, place in enumerate(self._places):
+        for i, place in enumerate(places):
             tensor = place.tensor
             if tensor is None or tensor is not self._before[i]:
                 continue
@@ -193,23 +220,94 @@ def _as_bits(tensor: Tensor) -> Tensor:
     return plain.view(_BITS[plain.itemsize])
 
 
-class OwnState:
+class OwnUpdates(StepHook):
+    """Has what forwards write in 16 bits follow precision.update; see WideForward.
+
+    Args:
+        model: of the run; looked at from the first step on, when it is known whether it is
+            compiled: nothing of a compiled one is followed.
+        rule: value of precision.update; not nearest.
+        optimizers: of the run.
+        seed: of the run, the same in all processes.
+    """
+
+    def __init__(
+        self, model: nn.Module, rule: str, optimizers: Sequence[Optimizer], seed: int
+    ) -> None:
+        self._model = model
+        self._rule = rule
+        self._optimizers: Sequence[Any] = optimizers
+        self._seed = seed
+
+    @cached_property
+    def _forward(self) -> WideForward | None:
+        if any(module._compiled_call_impl is not None for module in self._model.modules()):
+            return None
+        stores = [o.weight_store for o in self._optimizers if hasattr(o, "weight_store")]
+        return WideForward(self._model, self._rule, stores)
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """Return what the rule keeps beside each tensor that a forward has written, by name."""
+        return {} if self._forward is None else self._forward.kept
+
+    def begin(self, step: int) -> None:
+        """Seed the draws of a step."""
+        if self._forward is not None:
+            self._forward.seed(self._seed, step)
+
+    def around_forwards(self) -> AbstractContextManager[object]:
+        """Return the context in which writes are followed."""
+        return nullcontext() if self._forward is None else self._forward
+
+    def saved_content(self) -> dict[str, Any]:
+        """Return what the rule keeps; see StepHook."""
+        return {OWN_UPDATES_KEY: dict(self.kept)}
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Restore what the rule kept; see StepHook."""
+        kept = self.kept
+        if self._forward is not None:
+            for name, value in content.get(OWN_UPDATES_KEY, {}).items():
+                kept[name] = value.to(next(self._model.parameters()).device, copy=True)
+
+
+def own_hooks(state: TrainState, seed: int = 0) -> list[StepHook]:
+    """Return the hooks of a training's steps for what its model changes by itself.
+
+    Args:
+        state: of the run.
+        seed: of the run, the same in all processes.
+    """
+    hooks: list[StepHook] = []
+    model = state.plain_model
+    rule = state.precision.update
+    if state.scale.value is not None:
+        hooks.append(SkippedSteps(model))
+    if rule != Nearest.name:
+        optimizers = [scheduled.optimizer for scheduled in state.optimizers]
+        hooks.append(OwnUpdates(model, rule, optimizers, seed))
+    return hooks
+
+
+class OwnState(StepHook):
     """What a model has changed by itself since the training began, from values on the host.
 
     Reading them waits for the device, so it is for the first step and for checkpoints.
 
     Args:
-        model: of the run, before its first step.
-        world_size: processes of the run.
-        optimizers: ScheduledOptimizers of the run; of those of libraries no attribute is looked at.
+        state: of the run, before its first step; of optimizers of libraries no attribute is looked
+            at.
 
     Attributes:
         restored: names of the buffers that a checkpoint has set, beside the state dict.
     """
 
-    def __init__(self, model: nn.Module, world_size: int = 1, optimizers: Any = ()) -> None:
+    def __init__(self, state: TrainState) -> None:
+        model = state.plain_model
         self._model = model
-        every = [scheduled.optimizer for scheduled in optimizers]
+        self._hooks = state.hooks
+        every = [scheduled.optimizer for scheduled in state.optimizers]
         self._optimizers = [o for o in every if not type(o).__module__.startswith(_LIBRARIES)]
         plain = [p for p in model.parameters() if type(p) is nn.Parameter]
         narrow = [p for p in plain if p.itemsize == 2 and not p.requires_grad]
@@ -219,7 +317,7 @@ class OwnState:
             tensor = place.tensor
             self._starts.append((place, tensor, tensor._version, _digest(tensor)))
         # DDP writes every buffer in each forward, changed or not.
-        self._counts_writes = world_size == 1
+        self._counts_writes = state.strategy.rank.world_size == 1
         self._buffer_marks = {name: mark for name, _, mark in _marked_buffers(model)}
         self._at_start = {name: _digest(value) for name, value in self._attributes()}
         self._after_first: dict[str, bytes] = {}
@@ -229,9 +327,16 @@ class OwnState:
         self._reads: dict[str, bool] = {}
         self.restored: set[str] = set()
 
-    def end_first_step(self) -> bool:
-        """Note what the first step has made; return whether torch has counted all changes of
-        tensors in it."""
+    def saved_content(self) -> dict[str, Any]:
+        """Return the changed buffers; see StepHook."""
+        return {OWN_BUFFERS_KEY: self.changed_buffers()}
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Note which buffers a checkpoint has set; see StepHook."""
+        self.restored.update(content.get(OWN_BUFFERS_KEY, {}))
+
+    def end_first_step(self) -> None:
+        """Note what the first step has made."""
         self._after_first = {name: _digest(value) for name, value in self._attributes()}
         counts_all = True
         for place, before, version, digest in self._starts:
@@ -242,7 +347,9 @@ class OwnState:
             # What is rounded away leaves no other trace than the write.
             if is_changed or (is_written and self._counts_writes):
                 self._written.append((place, before.dtype))
-        return counts_all
+        skipped_steps = self._hooks.find(SkippedSteps)
+        if skipped_steps is not None:
+            skipped_steps.end_first_step(counts_all)
 
     @contextmanager
     def watched_reads(self) -> Iterator[None]:
@@ -269,14 +376,22 @@ class OwnState:
             if name in self.restored or mark != self._buffer_marks.get(name)
         }
 
-    def narrow_warning(self, update: str, covered: Collection[str]) -> str:
-        """Return a warning that names the 16-bit tensors that the model wrote in the first step and
-        no optimizer steps; empty without any.
+    def end_second_step(self, update: str) -> str:
+        """Follow the model's writes by precision.update no longer where there are none; return a
+        warning of those in 16 bits that neither a rule nor an optimizer computes in float32.
+
+        In the first step a moving average may be a copy.
 
         Args:
             update: what to type beside precision.keep_fp32, see Precision.update_remedy.
-            covered: names of the tensors whose changes are computed in float32.
+
+        Returns:
+            The warning; empty without such a tensor.
         """
+        updates = self._hooks.find(OwnUpdates)
+        covered = {} if updates is None else updates.kept
+        if updates is not None and not covered:
+            self._hooks.remove(updates)
         patterns: dict[str, str] = {}
         for place, dtype in self._written:
             is_narrow = dtype.itemsize == 2 and dtype.is_floating_point
@@ -383,3 +498,17 @@ def _digest(value: Any) -> bytes:
     except Exception:
         return b""
     return file.getvalue()
+
+
+@contextmanager
+def saved_state(state: TrainState) -> Iterator[None]:
+    """Return a context at whose end what a computation changes is restored, and its gradients are
+    dropped."""
+    model = state.plain_model
+    # Scales of FP8, which are no buffers.
+    scales = tree_map_only(Tensor, Tensor.clone, state.precision.state_dict(model))
+    with ExitStack() as stack:
+        stack.callback(state.precision.load_state_dict, model, scales)
+        stack.enter_context(saved_forward_state(model, state.device))
+        stack.callback(nn.Module.zero_grad, model)
+        yield

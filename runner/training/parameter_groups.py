@@ -306,12 +306,6 @@ def entry_options(node: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in _OWN_KEYS} for entry in entries]
 
 
-def full_rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of an optimizer's group of parameters that its schedule changes."""
-    # Schedules keep the rate that they begin from; one that goes up, the highest.
-    return group.get("max_lr") or group.get("initial_lr", group["lr"])
-
-
 def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
     """Return one line about the groups of parameters that settings made; empty without any."""
     tensors: dict[str, int] = {}
@@ -320,11 +314,12 @@ def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
     every = 0
     for scheduled in optimizers:
         groups = scheduled.optimizer.param_groups
-        for name, group in zip(scheduled.group_names, groups, strict=True):
+        full_rates = scheduled.full_rates()
+        for name, group, rate in zip(scheduled.group_names, groups, full_rates, strict=True):
             count = len(group["params"])
             every += count
             tensors[name] = tensors.get(name, 0) + count
-            rates[name] = full_rate(group)
+            rates[name] = rate
             is_own = "weight_decay" in group.get("own_options", ())
             if is_own and group["weight_decay"] == 0:
                 exempt += count

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from runner.distributed.strategy import Single, Strategy
 from runner.tracking.metric_names import numbered
-from runner.training.expert_loads import ExpertLoads
 from runner.training.state import TrainState
+from runner.utils.errors import ConfigError
 from runner.utils.tensors import widest_float
 
 
@@ -87,7 +87,7 @@ class StepRecord(NamedTuple):
         loss_scale: scale in force during this step; None for a precision without one.
         overflow: 1.0 where this step's gradients were not finite and it was skipped.
         skipped_steps: skipped so far, this one included.
-        gauges: what the precision and the experts show after it; on the last step of a block only.
+        gauges: what the precision and others show after it; on the last step of a block only.
         measured: values of further metrics, by field; see STEP_METRICS.
         rates: learning rate in force of each named group of parameters; None without any.
     """
@@ -216,14 +216,27 @@ STEP_METRICS: tuple[StepMetric, ...] = (
 )
 
 
+def name_problem(name: object) -> str:
+    """Return which names a task's own value may have, where a name is none of them; else empty."""
+    recorded = [entry.metric.removeprefix(TERM_PREFIX) for entry in STEP_METRICS]
+    is_text = isinstance(name, str) and name and not FORBIDDEN_CHARACTERS.search(name)
+    if is_text and name not in recorded:
+        return ""
+    return (
+        "Allowed: text of letters, digits, spaces and _ - . : /, but not "
+        f"{', '.join(recorded)}, which the runner records."
+    )
+
+
 def measure_step(state: TrainState) -> dict[str, Tensor]:
     """Return the measured values of the step that ends now, by field; scalars on the device."""
-    measures = {entry.field: entry.measure for entry in STEP_METRICS if entry.measure is not None}
-    # Without such metrics, as by default, a step pays nothing for them.
-    if not measures:
-        return {}
-    with torch.no_grad():
-        return {field: measure(state) for field, measure in measures.items()}
+    measured: dict[str, Tensor] = {}
+    for entry in STEP_METRICS:
+        # Without such metrics, as by default, a step pays nothing for them.
+        if entry.measure is not None:
+            with torch.no_grad():
+                measured[entry.field] = entry.measure(state)
+    return measured
 
 
 def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dict[str, Tensor]:
@@ -271,18 +284,45 @@ class RecordBuffer:
 
     Attributes:
         state: its count of skipped steps is updated as blocks arrive.
+        gauges: returns what is shown at the end of each block beside the precision's gauges.
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(
+        self, state: TrainState, gauges: Callable[[], Mapping[str, Tensor]] = dict
+    ) -> None:
         self.state = state
-        self._expert_loads = ExpertLoads(state.plain_model)
+        self.gauges = gauges
         self._block_start = perf_counter()  # of the first step of the current block
         self._current: list[DeviceStepRecord] = []
         self._sent: deque[HostTransfer] = deque()
+        self._measured: Iterable[str] | None = None
 
     def add(self, step: DeviceStepRecord) -> None:
-        """Append a step to the current block."""
+        """Append a step to the current block.
+
+        Raises:
+            ConfigError: the task returned values of other names than in an earlier step.
+        """
+        # Else a value would be missing from the record, and processes would add different values.
+        if step.measured.keys() != self._measured:
+            self._note_names(step)
         self._current.append(step)
+
+    def _note_names(self, step: DeviceStepRecord) -> None:
+        """Note the names of the first step's values; raise ConfigError in a later step."""
+        if self._measured is None:
+            self._measured = dict.fromkeys(step.measured).keys()
+            return
+
+        def listed(names: Iterable[str]) -> str:
+            return ", ".join(name.removeprefix(TERM_PREFIX) for name in names) or "none"
+
+        raise ConfigError(
+            f"task={type(self.state.task).__name__}: loss() returned the values "
+            f"{listed(self._measured)} before, and in step {step.step} {listed(step.measured)}. "
+            "Return the same names in every step; where there is nothing to measure, "
+            "loss.new_zeros(())."
+        )
 
     def restart_clock(self, at: float | None = None) -> None:
         """Let the next step begin now, after work that is no step's, such as an evaluation.
@@ -295,7 +335,7 @@ class RecordBuffer:
     def send(self) -> None:
         """End the current block and start its copy to the host."""
         shown = self.state.precision.gauges(self.state.plain_model)
-        gauges = {**shown, **self._expert_loads.gauges()}
+        gauges = {**shown, **self.gauges()}
         transfer = HostTransfer(self._current, self._block_start, gauges, self.state.strategy)
         self._sent.append(transfer)
         # Without a gap between blocks, the steps' times add up to the time of the loop.
@@ -325,10 +365,6 @@ class RecordBuffer:
         while self._sent:
             yield self._next()
 
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        self._expert_loads.close()
-
     def _next(self) -> Steps:
         block = self._sent.popleft().records(self.state.skipped)
         # None for a precision without a loss scale, which skips no step.
@@ -342,7 +378,7 @@ class HostTransfer:
     Args:
         pending: steps in order, at least one.
         start_time: perf_counter() when the first of them began, in seconds.
-        gauges: what the precision and the experts show at the last of them; scalars on the device.
+        gauges: what the precision and others show at the last of them; scalars on the device.
         strategy: the processes that took the steps together; None for one process.
     """
 

@@ -28,6 +28,7 @@ from runner.precision.wide_step import (
     check_state_dtype,
     stuck_averages,
 )
+from runner.training.own_state import own_hooks
 from runner.training.parameter_groups import (
     divide_parameters,
     entry_options,
@@ -35,9 +36,14 @@ from runner.training.parameter_groups import (
     matched_names,
 )
 from runner.training.schedules import build_scheduler, check_scheduler
-from runner.training.state import ScheduledOptimizer, TrainState, has_modes, sparse_parameters
+from runner.training.state import (
+    EvaluatedWeights,
+    ScheduledOptimizer,
+    TrainState,
+    sparse_parameters,
+)
 from runner.training.tasks.task import Task
-from runner.training.weight_average import WeightAverage
+from runner.training.weight_average import OptimizerModes, WeightAverage, has_modes
 from runner.utils.errors import ConfigError, first_line, refuse
 from runner.utils.formatting import first_names
 from runner.utils.tensors import TORCH_VERSION, dtype_name, narrow_parameters
@@ -488,13 +494,16 @@ def build_state(
             wrapped = setup.strategy.wrap(model, setup.device)
         direction = setup.task.direction
         optimizers = build_scheduled_optimizers(spec, model, precision, total_steps, direction)
-    average = None
+    plain_optimizers = [part.optimizer for part in optimizers]
+    evaluated: EvaluatedWeights | None = None
     if optimizers and spec.train.ema is not None:
-        average = WeightAverage(model, [part.params for part in optimizers], spec.train.ema)
+        evaluated = WeightAverage(model, [part.params for part in optimizers], spec.train.ema)
+    elif any(map(has_modes, plain_optimizers)):
+        evaluated = OptimizerModes(model, plain_optimizers)
     # FSDP adds them in float32 by itself.
     is_wide = spec.train.accumulate_float32 and not setup.strategy.shards
     widened = narrow_parameters(p for part in optimizers for p in part.params) if is_wide else ()
-    return TrainState(
+    state = TrainState(
         wrapped,
         precision,
         setup.task,
@@ -504,8 +513,13 @@ def build_state(
         spec.train.clip_norm,
         setup.strategy,
         clip_value=spec.train.clip_value,
-        average=average,
+        evaluated=evaluated,
         widened=widened,
-        seed=spec.seed,
         plan=plan,
     )
+    if optimizers:
+        state.hooks.add(*own_hooks(state, spec.seed))
+    if isinstance(evaluated, WeightAverage):
+        # After the undo of skipped steps: running statistics are averaged, too.
+        state.hooks.add(evaluated)
+    return state

@@ -1,29 +1,180 @@
 """The state of a run: everything that changes while the run trains."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from runner.distributed.strategy import Single, Strategy
 from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
-from runner.precision.gradients import parameters_of
 from runner.precision.loss_scale import HostFlag, LossScale
-from runner.precision.weight_updates import Nearest, WideForward
 from runner.training.model_call import call_model, plain_module
-from runner.training.own_state import OwnState, SkippedSteps
 from runner.training.tasks.task import Task
-from runner.training.weight_average import WeightAverage
-from runner.utils.reproducibility import saved_forward_state
 
 EvaluationCall = Callable[[str, Mapping[str, float], tuple[Any, Any]], Mapping[str, float]]
 """Takes the label of a set, its metrics and its first batch, and returns further metrics."""
+
+
+_NOTHING = nullcontext()
+
+
+class StepHook:
+    """What else happens in each optimizer step; nothing, but for the methods that are overridden.
+
+    The methods are called in the order in which they stand here.
+    """
+
+    def begin(self, step: int) -> None:
+        """Act before the first forward of a step, whose number is given."""
+
+    def around_forwards(self) -> AbstractContextManager[object]:
+        """Return the context from the first forward of a step to the last backward."""
+        return _NOTHING
+
+    def before_update(self) -> None:
+        """Act before weights and optimizer state change, by a step or for an evaluation."""
+
+    def end(self, found_infs: Sequence[Tensor | None]) -> None:
+        """Act after the optimizers have stepped.
+
+        Args:
+            found_infs: of each optimizer, 1 where its step was skipped and 0 elsewhere; scalars on
+                the device, None for a precision without a loss scale.
+        """
+
+    def saved_content(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the hook, by the keys of its content; not copied."""
+        return {}
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Restore what saved_content returned, from the content of a checkpoint."""
+
+
+class _BeforeUpdate(StepHook):
+    """Calls a function before each update."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def before_update(self) -> None:
+        self._call()
+
+
+Hook = TypeVar("Hook", bound=StepHook)
+
+
+class StepHooks(StepHook):
+    """The hooks of a training's steps as one, which calls them in the order of their addition."""
+
+    def __init__(self) -> None:
+        self._hooks: list[StepHook] = []
+        self._select_methods()
+
+    def _select_methods(self) -> None:
+        # A call of a method that does nothing would cost host time in each step.
+        self._begins = [h.begin for h in self._hooks if type(h).begin is not StepHook.begin]
+        self._contexts = [
+            hook.around_forwards
+            for hook in self._hooks
+            if type(hook).around_forwards is not StepHook.around_forwards
+        ]
+        self._updates = [
+            hook.before_update
+            for hook in self._hooks
+            if type(hook).before_update is not StepHook.before_update
+        ]
+        self._ends = [hook.end for hook in self._hooks if type(hook).end is not StepHook.end]
+
+    def add(self, *hooks: StepHook) -> None:
+        """Call hooks in each step from now on."""
+        self._hooks += hooks
+        self._select_methods()
+
+    def call_before_update(self, call: Callable[[], None]) -> StepHook:
+        """Call a function before each update from now on; return its hook.
+
+        Checkpoints wait there until their copy of the weights is complete, and the memory forecast
+        separates the backward from the update.
+        """
+        hook = _BeforeUpdate(call)
+        self.add(hook)
+        return hook
+
+    def remove(self, hook: StepHook) -> None:
+        """Call a hook no longer."""
+        self._hooks.remove(hook)
+        self._select_methods()
+
+    def find(self, kind: type[Hook]) -> Hook | None:
+        """Return the hook of a class; None without one."""
+        return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
+
+    def begin(self, step: int) -> None:
+        for begin in self._begins:
+            begin(step)
+
+    def around_forwards(self) -> AbstractContextManager[object]:
+        return self._entered() if self._contexts else _NOTHING
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context())
+            yield
+
+    def before_update(self) -> None:
+        for before_update in self._updates:
+            before_update()
+
+    def end(self, found_infs: Sequence[Tensor | None]) -> None:
+        for end in self._ends:
+            end(found_infs)
+
+    def saved_content(self) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        for hook in self._hooks:
+            content |= hook.saved_content()
+        return content
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        for hook in self._hooks:
+            hook.restore(content)
+
+
+class EvaluatedWeights(ABC):
+    """Weights that are evaluated in place of those that train.
+
+    Attributes:
+        decay: of an average; 0 for other weights.
+    """
+
+    decay: float = 0.0
+
+    @abstractmethod
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has these weights."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the decay, and the weights by the names that the model's state dict has."""
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore an average from what a checkpoint holds of it."""
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the tensors that are held for them beside the model's and the optimizers' own."""
+        return ()
+
+    def describe(self) -> str:
+        """Return one line about them; empty where there is nothing to say."""
+        return ""
 
 
 @dataclass
@@ -67,6 +218,21 @@ class ScheduledOptimizer:
         """Return the learning rate in force, of the first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
 
+    def full_rates(self) -> list[float]:
+        """Return the learning rate of each group of parameters that the schedule changes."""
+        # Schedules keep the rate that they begin from; one that goes up, the highest.
+        groups = self.optimizer.param_groups
+        return [g.get("max_lr") or g.get("initial_lr", g["lr"]) for g in groups]
+
+    def end_step(self, found_inf: Tensor | None) -> None:
+        """Advance the schedule after a step, or keep the found-inf flag that decides about it."""
+        # Without a flag the step was applied for certain. With one the schedule waits for the flag,
+        # which is copied to the host in the background.
+        if self.scheduler is not None and found_inf is not None:
+            self.pending_found_inf = HostFlag(found_inf)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
     def advance_schedule(self) -> None:
         """Advance the schedule if the last step was applied, waiting for its found-inf flag."""
         # The flag is set only where a scheduler exists, so the scheduler needs no check here.
@@ -87,7 +253,7 @@ class TrainState:
         optimizers: each with its schedule; empty for a model that is only evaluated.
         device: where the model computes.
         clip_norm: largest 2-norm of all gradients together; None does not clip.
-        average: of the weights, for the evaluations; None averages nothing.
+        evaluated: the weights that are evaluated; None for those that train.
         clip_value: largest magnitude of each element of the gradients; None does not clip.
         strategy: how the processes of the run share the model.
         step: attempted optimizer steps.
@@ -97,12 +263,10 @@ class TrainState:
         last_evaluation_step: the step after which the last evaluation ran; 0 before the first.
         stagnant_share: the share of parameter elements that had a gradient and that a step did not
             change, the last in which evaluation.Stagnation counted; None before that.
-        term_names: of the values that the task returns beside its loss; None before a step.
         widened: parameters of 16 bits, to whose gradients micro-batches are added in float32.
         loss_weights: of the losses that the model returns beside the task's, by their names.
-        seed: of the run, the same in all processes.
+        hooks: of the steps.
         plan: by which the model was converted and is called.
-        evaluation_hook: is called after the evaluation of each set; None for none.
     """
 
     model: nn.Module
@@ -120,26 +284,11 @@ class TrainState:
     last_evaluation_step: int = 0
     stagnant_share: float | None = None
     clip_value: float | None = None
-    average: WeightAverage | None = None
-    term_names: tuple[str, ...] | None = None
+    evaluated: EvaluatedWeights | None = None
     widened: Collection[Tensor] = ()
     loss_weights: dict[str, float] = field(default_factory=dict)
-    seed: int = 0
+    hooks: StepHooks = field(default_factory=StepHooks)
     plan: ConversionPlan = NO_PLAN
-    _update_hook: Callable[[], None] | None = field(default=None, init=False)
-    evaluation_hook: EvaluationCall | None = field(default=None, init=False)
-
-    def set_update_hook(self, hook: Callable[[], None]) -> None:
-        """Set the function that each step calls just before weights and optimizer state change.
-
-        Checkpoints wait there until their copy of the weights is complete, and the memory forecast
-        separates the backward from the update.
-        """
-        self._update_hook = hook
-
-    def set_evaluation_hook(self, hook: EvaluationCall) -> None:
-        """Set the function that is called after the evaluation of each set."""
-        self.evaluation_hook = hook
 
     def cast_at_each_use(self) -> None:
         """Have autocast cast weights at each use: the forward changes some between two uses."""
@@ -148,10 +297,6 @@ class TrainState:
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the precision's context around a forward."""
         return self.precision.forward(self.device, self.plan)
-
-    def backward_context(self) -> AbstractContextManager[Any]:
-        """Return the precision's context around a backward."""
-        return self.precision.backward(self.device, self.plan)
 
     def cast(self, inputs: Any) -> Any:
         """Return a batch's model inputs in the dtypes that the model needs."""
@@ -169,39 +314,22 @@ class TrainState:
         They are those of train.ema, or of the eval() of optimizers that have it, as schedule-free
         ones do; else those that train.
         """
-        if not self.evaluates_others:
+        if self.evaluated is None:
             yield
             return
-        # A checkpoint may still be copying the weights that others take the place of.
-        self.run_update_hook()
-        # A forward leaves gathered copies, which are those of before.
-        self.strategy.drop_gathered_weights()
-        optimizers = [part.optimizer for part in self.optimizers]
-        with self.average.swapped_in() if self.average else evaluating(optimizers):
+        self.release_weights()
+        with self.evaluated.swapped_in():
             try:
                 yield
             finally:
                 self.strategy.drop_gathered_weights()
 
-    @property
-    def evaluates_others(self) -> bool:
-        """Return whether other weights are evaluated than those that train."""
-        return self.average is not None or any(has_modes(p.optimizer) for p in self.optimizers)
-
-    def evaluated_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the weights that are evaluated in place of others."""
-        if self.average is not None:
-            return self.average.state_dict()
-        trained = {id(p) for p in self.trainable_parameters}
-        with self.evaluated_weights():
-            named = self.plain_model.state_dict(keep_vars=True)
-            weights = {n: p.detach().clone() for n, p in named.items() if id(p) in trained}
-        return {"decay": 0.0, "weights": weights}
-
-    def run_update_hook(self) -> None:
-        """Call the update hook, if one is set."""
-        if self._update_hook is not None:
-            self._update_hook()
+    def release_weights(self) -> None:
+        """Wait for copies of the weights and drop gathered ones, before others take their place."""
+        # A checkpoint may still be copying the weights.
+        self.hooks.before_update()
+        # A forward leaves gathered copies, which are those of before.
+        self.strategy.drop_gathered_weights()
 
     @property
     def plain_model(self) -> nn.Module:
@@ -245,42 +373,6 @@ class TrainState:
         return [*sparse_parameters(self.plain_model).values()]
 
     @cached_property
-    def own_state(self) -> OwnState:
-        """Return what the model changes by itself, from the first use on."""
-        return OwnState(self.plain_model, self.strategy.rank.world_size, self.optimizers)
-
-    @cached_property
-    def skipped_steps(self) -> SkippedSteps | None:
-        """Return what undoes the forwards of skipped steps; None where no step is skipped."""
-        return None if self.scale.value is None else SkippedSteps(self.plain_model)
-
-    @cached_property
-    def wide_forward(self) -> WideForward | None:
-        """Return what has the model's own writes follow precision.update; None without a rule."""
-        model = self.plain_model
-        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        if is_compiled or self.precision.update == Nearest.name:
-            return None
-        optimizers: list[Any] = [part.optimizer for part in self.optimizers]
-        stores = [o.weight_store for o in optimizers if hasattr(o, "weight_store")]
-        return WideForward(model, self.precision.update, stores)
-
-    def end_first_step(self) -> None:
-        """Note what the model changes by itself in a step; own_state was used before it."""
-        counts_all = self.own_state.end_first_step()
-        if self.skipped_steps is not None:
-            # A skipped step has left no change to compare.
-            trusts_versions = counts_all and not self.skipped_steps.found_inf
-            self.skipped_steps = SkippedSteps(self.plain_model, trusts_versions)
-
-    def end_second_step(self) -> Collection[str]:
-        """Return the names of the tensors that the model writes by precision.update; without any,
-        follow its writes no longer. In the first step a moving average may be a copy."""
-        kept = self.wide_forward.kept if self.wide_forward else {}
-        self.wide_forward = self.wide_forward if kept else None
-        return kept
-
-    @cached_property
     def takes_closure(self) -> bool:
         """Return whether the only optimizer evaluates the loss by itself, as LBFGS does."""
         return len(self.optimizers) == 1 and self.optimizers[0].takes_closure
@@ -294,30 +386,6 @@ class TrainState:
                         yield value
 
 
-def has_modes(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has train() and eval(), which give its parameters the weights
-    that train and those that are evaluated."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-@contextmanager
-def evaluating(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Return the context in which optimizers that have modes are in evaluation mode."""
-    moded: list[Any] = [optimizer for optimizer in optimizers if has_modes(optimizer)]
-    weights = [p.detach() for p in parameters_of(*moded)]
-    copies = [weight.clone() for weight in weights]
-    for optimizer in moded:
-        optimizer.eval()
-    try:
-        yield
-    finally:
-        for optimizer in moded:
-            optimizer.train()
-        # What train() computes back is rounded, and an evaluation must not change the training.
-        for weight, copy in zip(weights, copies, strict=True):
-            weight.copy_(copy)
-
-
 def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters whose gradients are sparse, by name."""
     tables = {}
@@ -325,17 +393,3 @@ def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             tables[f"{name}.weight".lstrip(".")] = module.weight
     return {name: p for name, p in tables.items() if p.requires_grad}
-
-
-@contextmanager
-def saved_state(state: TrainState) -> Iterator[None]:
-    """Return a context at whose end what a computation changes is restored, and its gradients are
-    dropped."""
-    model = state.plain_model
-    # Scales of FP8, which are no buffers.
-    scales = tree_map_only(Tensor, Tensor.clone, state.precision.state_dict(model))
-    with ExitStack() as stack:
-        stack.callback(state.precision.load_state_dict, model, scales)
-        stack.enter_context(saved_forward_state(model, state.device))
-        stack.callback(nn.Module.zero_grad, model)
-        yield

@@ -28,7 +28,7 @@ from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training import schedules
 from runner.training.callbacks.callback import RunCallback
-from runner.training.own_state import OWN_BUFFERS_KEY, OWN_UPDATES_KEY
+from runner.training.own_state import OWN_UPDATES_KEY
 from runner.training.setup import optimizer_nodes
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
@@ -114,8 +114,7 @@ def restore(
         state.last_evaluation_step = content["evaluated"]
         # Elsewhere no step counts the share again.
         state.stagnant_share = content["stagnant"] if state.precision.loses_updates else None
-        state.own_state.restored.update(content.get(OWN_BUFFERS_KEY, {}))
-        notes += _restore_own_updates(state, content)
+        notes += _restore_hooks(state, content)
         _restore_callbacks(callbacks, content["callbacks"])
         generators = content["rng"]
         rank = state.strategy.rank.index
@@ -124,33 +123,34 @@ def restore(
         if rank < len(generators):
             set_rng_state(generators[rank], state.device)
         average = content.get(AVERAGE_KEY)
-        if state.average is None and average is not None and average["decay"]:
-            notes.append("the checkpoint's averaged weights are dropped")
-        elif state.average is not None and average is not None:
-            state.average.load_state_dict(average)
-        elif state.average is not None:
+        ours = state.evaluated
+        if ours is None or not ours.decay:
+            if average is not None and average["decay"]:
+                notes.append("the checkpoint's averaged weights are dropped")
+        elif average is None:
             notes.append("the average of the weights begins here: the checkpoint holds none")
+        else:
+            ours.load_state_dict(average)
         notes += _restore_scale(state, content, spec, typed_keys)
     except MISFIT_ERRORS as error:
         raise _foreign_checkpoint(saved, error) from error
     return notes
 
 
-def _restore_own_updates(state: TrainState, content: Mapping[str, Any]) -> list[str]:
-    """Restore what precision.update keeps beside the tensors that the model changes; return a
-    sentence where another rule, or one of another dtype, has kept it."""
+def _restore_hooks(state: TrainState, content: Mapping[str, Any]) -> list[str]:
+    """Restore the hooks of the steps; return a sentence where another update rule, or one of
+    another dtype, has kept something beside the tensors that the model changes."""
     kept = content.get(OWN_UPDATES_KEY, {})
     rule = content["spec"]["precision"].get("update", Nearest.name)
     ours = (state.precision.name, state.precision.update)
-    if kept and (content["precision"], rule) != ours:
-        return [
-            "what precision.update kept beside tensors that the model changes is dropped: the "
-            "precision, or its update, has changed"
-        ]
-    if state.wide_forward is not None:
-        for name, value in kept.items():
-            state.wide_forward.kept[name] = value.to(state.device, copy=True)
-    return []
+    is_foreign = bool(kept) and (content["precision"], rule) != ours
+    state.hooks.restore({**content, OWN_UPDATES_KEY: {} if is_foreign else kept})
+    if not is_foreign:
+        return []
+    return [
+        "what precision.update kept beside tensors that the model changes is dropped: the "
+        "precision, or its update, has changed"
+    ]
 
 
 def _foreign_checkpoint(saved: LoadedCheckpoint, error: Exception) -> ConfigError:
@@ -242,6 +242,10 @@ def checkpoint_state_dict(
     if names and "class_names" in stored_spec["data"]:
         stored_spec["data"]["class_names"] = names
     model = state.plain_model
+    average: dict[str, Any] = {}
+    if state.evaluated is not None:
+        state.release_weights()
+        average = {AVERAGE_KEY: state.evaluated.state_dict()}
     # A schedule that still waits for its found-inf flag would be stored a step late.
     for scheduled in state.optimizers:
         scheduled.advance_schedule()
@@ -267,9 +271,8 @@ def checkpoint_state_dict(
         ],
         "planned_steps": max((part.planned_steps for part in state.optimizers), default=0),
         "loss_scale": state.scale.state_dict(),
-        OWN_BUFFERS_KEY: state.own_state.changed_buffers() if state.optimizers else {},
-        OWN_UPDATES_KEY: {} if state.wide_forward is None else dict(state.wide_forward.kept),
-        **({AVERAGE_KEY: state.evaluated_state()} if state.evaluates_others else {}),
+        **state.hooks.saved_content(),
+        **average,
     }
 
 

@@ -1,4 +1,8 @@
-"""Average the weights of a training exponentially (train.ema), and evaluate the average."""
+"""The weights that are evaluated in place of those that train.
+
+They are an exponential average of the weights (train.ema), or those of the eval() of optimizers
+that have it, as schedule-free ones do.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from runner.checkpoint.sharded_tensors import shard_like
 from runner.distributed.strategy import is_sharded
+from runner.precision.gradients import parameters_of
+from runner.training.state import EvaluatedWeights, StepHook
 from runner.utils.tensors import MIB, tensor_bytes
 
 AVERAGE_KEY = "average"
-"""Key of a checkpoint that holds what WeightAverage.state_dict returns."""
+"""Key of a checkpoint that holds what EvaluatedWeights.state_dict returns."""
 
 
 class _Views(NamedTuple):
@@ -31,7 +38,7 @@ class _Views(NamedTuple):
     is_narrow: bool
 
 
-class WeightAverage:
+class WeightAverage(EvaluatedWeights, StepHook):
     """Exponential moving average of a model's trainable weights, in float32 or their wider dtype.
 
     After each applied step, average = decay * average + (1 - decay) * weight; before the first one
@@ -74,13 +81,8 @@ class WeightAverage:
         self._views: list[_Views] | None = None
 
     @torch.no_grad()
-    def update(self, found_infs: Sequence[Tensor | None]) -> None:
-        """Move the average towards the weights after a step.
-
-        Args:
-            found_infs: of each optimizer, 1 where its step was skipped and 0 elsewhere; scalars on
-                the device, None for a precision without a loss scale.
-        """
+    def end(self, found_infs: Sequence[Tensor | None]) -> None:
+        """Move the average towards the weights after a step; see StepHook."""
         if self._views is None:
             # The weights and their averages, in the same memory layout. Once: a walk over the
             # tensors costs host time in every step, and train.channels_last changes layouts after
@@ -157,6 +159,47 @@ class WeightAverage:
             if is_sharded(average):
                 saved_average = shard_like(saved_average, average)
             average.copy_(saved_average)
+
+
+class OptimizerModes(EvaluatedWeights):
+    """The weights that the eval() of optimizers makes of those that train.
+
+    Args:
+        model: of the run.
+        optimizers: of the run; one of them has modes.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._trained = {id(p) for p in parameters_of(*optimizers)}
+        self._moded: list[Any] = [optimizer for optimizer in optimizers if has_modes(optimizer)]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        weights = [p.detach() for p in parameters_of(*self._moded)]
+        copies = [weight.clone() for weight in weights]
+        for optimizer in self._moded:
+            optimizer.eval()
+        try:
+            yield
+        finally:
+            for optimizer in self._moded:
+                optimizer.train()
+            # What train() computes back is rounded, and an evaluation must not change the training.
+            for weight, copy in zip(weights, copies, strict=True):
+                weight.copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.swapped_in():
+            named = self._model.state_dict(keep_vars=True)
+            weights = {n: p.detach().clone() for n, p in named.items() if id(p) in self._trained}
+        return {"decay": self.decay, "weights": weights}
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has train() and eval(), which give its parameters the weights
+    that train and those that are evaluated."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def with_averaged_weights(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 from runner.config.schema import TrainSpec
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
-from runner.data.sampling import StartingPoint
+from runner.data.sampling import StartingPoint, ends_epoch
 from runner.data.step_samples import (
     StepSamples,
     all_targets,
-    ends_epoch,
     samples_of_step,
     saved_batches,
     targets_of_steps,

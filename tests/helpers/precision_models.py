@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from runner.precision import registry
+from runner.training.own_state import own_hooks
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.classification import Classification
 from runner.utils.errors import Unavailable
@@ -72,7 +73,7 @@ def train_state(precision, model, optimizer=None, task=None):
     if optimizer is None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=3e-3, eps=1e-4)
-    return TrainState(
+    state = TrainState(
         model,
         precision,
         task or Classification(),
@@ -80,6 +81,8 @@ def train_state(precision, model, optimizer=None, task=None):
         [ScheduledOptimizer(optimizer)],
         CPU,
     )
+    state.hooks.add(*own_hooks(state))
+    return state
 
 
 def run_forward(precision, model, inputs):

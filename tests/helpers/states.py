@@ -5,6 +5,7 @@ from torch import nn
 
 from runner.diagnostics.numerics.probe import Probe
 from runner.precision import registry
+from runner.training.own_state import OwnState, own_hooks
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
@@ -41,7 +42,16 @@ def make_state(model, precision="32-true", *, task=None, optimizer=None, scale=N
     made = optimizer(trainable) if optimizer else torch.optim.SGD(trainable, lr=0.1)
     driven = made if isinstance(made, ScheduledOptimizer) else ScheduledOptimizer(made)
     scale = scale or policy.scale(CPU)
-    return TrainState(model, policy, task or Regression(), scale, [driven], CPU)
+    state = TrainState(model, policy, task or Regression(), scale, [driven], CPU)
+    state.hooks.add(*own_hooks(state))
+    return state
+
+
+def follow_own_state(state):
+    """Return what follows the model's own changes from now on, as it does in a run."""
+    own_state = OwnState(state)
+    state.hooks.add(own_state)
+    return own_state
 
 
 def optimizer_gradients(state):

@@ -11,7 +11,7 @@ from runner.data.loader import Loader
 from runner.models.huggingface import huggingface
 from runner.models.mixture import Mixture
 from runner.training.expert_loads import ExpertLoads
-from runner.training.loop import fit
+from runner.training.loop import LoopHooks, fit
 from runner.training.records import EvalRecord
 from runner.training.tasks.language import Language
 
@@ -95,7 +95,10 @@ def test_a_training_records_what_the_router_chose_and_leaves_no_hook(name):
     tokens = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(1))
     data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     batches = Loader(data, 4, shuffle=False, seed=0, device=CPU)
-    records = [*fit(state, batches, batches, TrainSpec(max_steps=2, log_every=1))]
+    loads = ExpertLoads(model)
+    shown = LoopHooks(gauges=loads.gauges)
+    records = [*fit(state, batches, batches, TrainSpec(max_steps=2, log_every=1), shown)]
+    loads.close()
     handle.remove()
     blocks = [record for record in records if not isinstance(record, EvalRecord)]
     for index, (step,) in zip(chosen, blocks, strict=True):

@@ -15,7 +15,14 @@ from torch.utils.data import TensorDataset
 from runner.config.schema import TrainSpec
 from runner.data.loader import Loader
 from runner.precision import registry
-from runner.training.loop import Stagnation, accumulation_batches, evaluate, fit, total_steps
+from runner.training.loop import (
+    LoopHooks,
+    Stagnation,
+    accumulation_batches,
+    evaluate,
+    fit,
+    total_steps,
+)
 from runner.training.records import EvalRecord, HostTransfer
 from runner.training.state import ScheduledOptimizer
 from runner.training.step import train_step
@@ -48,7 +55,7 @@ def small_state(name="32-true", lr=0.1, **options):
 def run(state=None, batches=None, should_stop=lambda: False, flush_every=None, **train):
     """All records of a fit, and the shape of its course: lengths of blocks, E for evaluations."""
     parts = (state or small_state(), batches or loader(), loader(5), TrainSpec(**train))
-    records = list(fit(*parts, flush_every=flush_every, should_stop=should_stop))
+    records = list(fit(*parts, LoopHooks(flush_every, should_stop)))
     course = ["E" if isinstance(r, EvalRecord) else len(r) for r in records]
     return records, course
 
@@ -145,7 +152,7 @@ def test_a_stop_ends_an_evaluation_as_if_it_had_not_begun(monkeypatch):
         return len(asked) > 4  # three steps, and the first batch of the evaluation
 
     spec = TrainSpec(epochs=5, log_every=2)
-    records = list(fit(state, loader(), batches, spec, should_stop=stopped))
+    records = list(fit(state, loader(), batches, spec, LoopHooks(should_stop=stopped)))
     assert [len(block) for block in records] == [2, 1]
     assert (state.step, state.last_evaluation_step) == (3, 0)
     assert torch.equal(torch.get_rng_state(), asked[2])
@@ -184,11 +191,11 @@ def test_each_step_runs_in_the_context_of_its_number():
         def __exit__(self, *_):
             seen.append(state.step)
 
-    seen, state = [], small_state()
-    list(fit(state, loader(), loader(5), TrainSpec(max_steps=2), step_context=Context))
+    seen, state, hooks = [], small_state(), LoopHooks(step_context=Context)
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=2), hooks))
     assert seen == [(1, 0), 1, (2, 1), 2]
     seen.clear()
-    list(fit(state, loader(), loader(5), TrainSpec(max_steps=3), step_context=Context))
+    list(fit(state, loader(), loader(5), TrainSpec(max_steps=3), hooks))
     assert seen == [(3, 2), 3]  # true numbers: a run may have been resumed
 
 
@@ -202,7 +209,7 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         now[0] += 0.001
         return now[0]
 
-    def slow(split, state, validation, should_stop):
+    def slow(split, state, validation, should_stop, hook):
         now[0] += 100.0
         return {}
 
@@ -432,7 +439,7 @@ def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):
     seen = []
     state = small_state("16-mixed")
     spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
-    for record in fit(state, loader(), loader(5), spec, flush_every=8):
+    for record in fit(state, loader(), loader(5), spec, LoopHooks(flush_every=8)):
         last = "E" if isinstance(record, EvalRecord) else record[-1].step
         seen.append((last, state.step))
     assert seen == [(2, 4), (4, 5), (5, 5), ("E", 5), (6, 8), (8, 8), (9, 9), ("E", 9)]

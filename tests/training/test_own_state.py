@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import make_state, regression_batch
+from states import follow_own_state, make_state, regression_batch
 from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.precision.weight_updates import UPDATE_RULES, WideForward
 from runner.training.model import load_weights
-from runner.training.own_state import OWN_BUFFERS_KEY
+from runner.training.own_state import OWN_BUFFERS_KEY, SkippedSteps
 from runner.training.step import train_step
 from runner.training.weight_average import WeightAverage
 from runner.utils.errors import ConfigError
@@ -71,31 +71,32 @@ def test_a_step_that_the_loss_scale_skips_leaves_what_the_forward_changes(order,
     for batches in (order, [seed for seed in order if seed != "bad"]):
         scale = {"fixed": 1024.0}
         state = make_state(Changing(), "16-mixed", loss_scale=scale)
-        state.average = WeightAverage(state.model, [state.optimizers[0].params], 0.9)
+        average = WeightAverage(state.model, [state.optimizers[0].params], 0.9)
+        state.hooks.add(average)
         state.model.count = 1
+        own_state = follow_own_state(state)
         for i, seed in enumerate(batches):
-            assert not state.own_state.restored  # seen before the first step
             inputs, targets = regression_batch(4, 7 if seed == "bad" else seed)
             inputs = inputs * (1e30 if seed == "bad" else 1)
             # Of two micro-batches the first is a good one.
             train_step(state, [regression_batch(4, 9), (inputs, targets)])
             if i == 0 and is_first_noted:
-                state.end_first_step()
-        values.append([*own_values(state.model), *state.average.tensors()])
+                own_state.end_first_step()
+        values.append([*own_values(state.model), *average.tensors()])
     for after_skip, without in zip(*values, strict=True):
         assert torch.equal(after_skip, without)
 
 
 def test_a_checkpoint_holds_the_buffers_that_change_and_names_the_attributes():
     state = make_state(Changing(), "32-true")
-    assert not state.own_state.restored
+    own_state = follow_own_state(state)
     train_step(state, [regression_batch(4)])
-    state.end_first_step()
-    assert state.own_state.changed_buffers() == {}
+    own_state.end_first_step()
+    assert own_state.changed_buffers() == {}
     train_step(state, [regression_batch(4)])
-    assert {*state.own_state.changed_buffers()} == {"late", "queue"}
+    assert {*own_state.changed_buffers()} == {"late", "queue"}
     # Not the table, which is the same after each step.
-    assert state.own_state.unsaved_attributes() == ["hidden", "count", "memory", "is_begun"]
+    assert own_state.unsaved_attributes() == ["hidden", "count", "memory", "is_begun"]
 
 
 class Makes(nn.Module):
@@ -136,12 +137,12 @@ def test_a_skipped_step_undoes_what_was_made_or_changed_its_shape(kind, place, o
     held = []
     for batches in (order, [seed for seed in order if seed != "bad"]):
         state = make_state(Makes(kind, place), "16-mixed", loss_scale={"fixed": 1024.0})
+        own_state = follow_own_state(state)
         for i, seed in enumerate(batches):
-            assert not state.own_state.restored  # seen before the first step
             inputs, targets = regression_batch(4, 7 if seed == "bad" else seed)
             train_step(state, [(inputs * (1e30 if seed == "bad" else 1), targets)])
             if i == 0:
-                state.end_first_step()
+                own_state.end_first_step()
         held.append(state.model.held)
     assert (held[0] is None) == (held[1] is None)
     assert held[0] is None or torch.equal(*held)
@@ -194,9 +195,9 @@ class Lookahead(torch.optim.SGD):
 
 def test_attributes_are_named_that_carry_values_from_step_to_step_and_are_not_saved():
     state = make_state(Carries(), "32-true", optimizer=Lookahead)
-    own_state = state.own_state
+    own_state = follow_own_state(state)
     train_step(state, [regression_batch(4)])
-    state.end_first_step()
+    own_state.end_first_step()
     with own_state.watched_reads():
         train_step(state, [regression_batch(4)])
     with torch.no_grad():  # an evaluation derives plain weights
@@ -229,12 +230,13 @@ class Shows(nn.Linear):
 
 def test_what_a_step_makes_anew_or_an_optimizer_saves_is_not_named():
     state = make_state(Shows(3, 2), "16-mixed", optimizer=Wraps)
+    own_state = follow_own_state(state)
     train_step(state, [regression_batch(4)])
-    state.end_first_step()
-    with state.own_state.watched_reads():
+    own_state.end_first_step()
+    with own_state.watched_reads():
         train_step(state, [regression_batch(4)])
     train_step(state, [regression_batch(4)])
-    assert state.own_state.unsaved_attributes() == []
+    assert own_state.unsaved_attributes() == []
 
 
 class Clamps(nn.Module):
@@ -262,10 +264,11 @@ def test_weights_that_a_forward_writes_stay_so_beside_their_float32_copies(name,
     moved = []
     for rule in ("master_weights", "kahan"):
         state = make_state(Clamps(write), name, update=rule)
+        own_state = follow_own_state(state)
         for step in range(12):
             train_step(state, [regression_batch(4, step)])
             if step == 0:
-                state.end_first_step()
+                own_state.end_first_step()
         moved.append(state.model.linear.weight.detach().float())
     # An update of the last step is on top.
     assert torch.allclose(*moved, atol=2e-3)
@@ -301,14 +304,13 @@ def test_what_a_forward_writes_in_16_bits_follows_the_update_rule(name, rule):
         Followed(), name, update=rule, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)
     )
     model, student = state.model, state.model.student.weight.detach().float()
-    assert not state.own_state.restored
+    own_state = follow_own_state(state)
     for step in range(600):
         train_step(state, [regression_batch(4)])
         if step == 0:
-            state.end_first_step()
+            own_state.end_first_step()
     counted = model.tokens.float().tolist()
-    wide = state.wide_forward
-    warning = state.own_state.narrow_warning("", wide.kept if wide else ())
+    warning = own_state.end_second_step("")
     named = [word in warning for word in ("copied", "teacher", "tokens")]
     if rule == "nearest":
         assert counted == [256 if name == "bf16-true" else 600] * 2 + [0, 0]
@@ -340,9 +342,9 @@ def test_saved_buffers_are_loaded_or_do_not_fit():
 @pytest.mark.parametrize("kind", ["none", "grows"])
 def test_a_checkpoint_is_loaded_whose_buffer_a_forward_has_made_or_given_another_shape(kind):
     state = make_state(Makes(kind, "buffer"), "32-true")
-    assert not state.own_state.restored
+    own_state = follow_own_state(state)
     train_step(state, [regression_batch(4)])
-    held, model = state.own_state.changed_buffers(), Makes(kind, "buffer")
+    held, model = own_state.changed_buffers(), Makes(kind, "buffer")
     assert {*held} == {"held"}
     content = {"model": state.model.state_dict(), "layout": "", "spec": {}, OWN_BUFFERS_KEY: held}
     load_weights(model, LoadedCheckpoint(Path("a.pt"), content))
@@ -363,23 +365,23 @@ class Late(nn.Module):
 
 def test_a_batch_norm_that_a_later_step_reaches_is_followed_too():
     state = make_state(Late(), "16-mixed", loss_scale={"fixed": 1024.0})
-    assert not state.own_state.restored
+    own_state = follow_own_state(state)
     train_step(state, [regression_batch(4)])
-    state.end_first_step()
+    own_state.end_first_step()
     inputs, targets = regression_batch(4)
     train_step(state, [(inputs * float("inf"), targets)])
     assert torch.equal(state.model.norm.running_mean, torch.zeros(3))
     # Afterwards nothing else is copied in a step.
-    assert state.skipped_steps._trusts_versions
+    assert state.hooks.find(SkippedSteps)._trusts_versions
 
 
 def test_batch_norm_beside_another_tensor_is_advised_what_mends_both():
     model = nn.Sequential(Followed(), nn.BatchNorm1d(2))
     state = make_state(model, "bf16-true")
-    assert not state.own_state.restored
+    own_state = follow_own_state(state)
     train_step(state, [regression_batch(4)])
-    state.end_first_step()
-    warning = state.own_state.narrow_warning("precision.update=kahan, or ", ())
+    own_state.end_first_step()
+    warning = own_state.end_second_step("precision.update=kahan, or ")
     assert "precision.update" not in warning
     assert "keep_fp32=[0.tokens,0.copied,0.teacher,1]" in warning
 
@@ -404,9 +406,7 @@ class Shares(nn.Linear):
 
 def test_buffers_without_a_storage_of_their_own_are_written_as_ever():
     model = Shares()
-    state = make_state(nn.Linear(3, 2), "bf16-true", update="kahan")
-    state.model, state.wide_forward = model, WideForward(model, "kahan")
-    with state.wide_forward:
+    with WideForward(model, "kahan"):
         model(torch.ones(1, 3))
     assert (float(model.upper.sum()), float(model.lower.sum())) == (4, 8)
 

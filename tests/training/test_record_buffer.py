@@ -8,6 +8,7 @@ from states import CPU, make_state, regression_batch, regression_net
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
+from runner.modes.task_checks import checked_losses
 from runner.tracking.metric_names import METRICS
 from runner.tracking.tracker import NoTracker
 from runner.training.callbacks.runner_callbacks import MetricLogger
@@ -218,7 +219,7 @@ def test_a_plain_loss_records_nothing_more():
 )
 def test_what_cannot_be_recorded_is_refused(terms, message):
     state = make_state(regression_net(), task=Sized(terms))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message), checked_losses(state.task):
         loss_of(state, *regression_batch(4))
 
 
@@ -231,5 +232,5 @@ def test_other_names_in_a_later_step_are_refused():
 
 def test_a_value_on_another_device_is_refused():
     task = Sized(lambda output, loss: {"size": torch.empty((), device="meta")})
-    with pytest.raises(ConfigError, match="on meta"):
+    with pytest.raises(ConfigError, match="on meta"), checked_losses(task):
         loss_of(make_state(regression_net(), task=task), *regression_batch(4))

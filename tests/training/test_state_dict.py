@@ -11,6 +11,7 @@ from training_states import MLP, begin, resume_halfway, save, train
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.training import state_dict
+from runner.training.own_state import OwnUpdates
 from runner.utils.errors import ConfigError
 
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -196,8 +197,9 @@ def test_what_a_rule_kept_beside_the_models_own_tensors_is_read_by_no_other(comp
             notes = state_dict.restore(state, source, after, ())
             is_same = after is specs[0]
             assert any("beside tensors that the model changes" in n for n in notes) != is_same
-            if state.wide_forward is not None:
-                assert bool(state.wide_forward.kept) == is_same
+            updates = state.hooks.find(OwnUpdates)
+            if updates is not None:
+                assert bool(updates.kept) == is_same
 
 
 def test_state_of_another_model_is_refused_in_one_message(compose):

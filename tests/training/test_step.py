@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.config.schema import RunSpec, TrainSpec
 from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale
+from runner.training.own_state import own_hooks
 from runner.training.setup import TrainingSetup, build_scheduled_optimizers, build_state
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import examples_in, grad_norms, loss_of, train_step
@@ -38,7 +39,9 @@ def training_state(
         halved = LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
         driven.append(ScheduledOptimizer(optimizer, halved))
     task = task or Regression()
-    return TrainState(model, precision, task, precision.scale(CPU), driven, CPU, clip)
+    state = TrainState(model, precision, task, precision.scale(CPU), driven, CPU, clip)
+    state.hooks.add(*own_hooks(state))
+    return state
 
 
 def snapshot(state):

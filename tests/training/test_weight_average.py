@@ -21,7 +21,7 @@ DECAY = 0.75
 
 
 def averages(state):
-    return [tensor.clone() for tensor in state.average.tensors()]
+    return [tensor.clone() for tensor in state.evaluated.tensors()]
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "64-true", "16-mixed"])
@@ -37,8 +37,8 @@ def test_the_average_follows_its_formula_in_float32_at_least(compose, name, opti
         train(state)
         for total, p in zip(wanted, params, strict=True):
             total.mul_(DECAY).add_(p.detach(), alpha=1 - DECAY)
-    assert {tensor.dtype for tensor in state.average.tensors()} == {wide}
-    for found, total in zip(state.average.tensors(), wanted, strict=True):
+    assert {tensor.dtype for tensor in state.evaluated.tensors()} == {wide}
+    for found, total in zip(state.evaluated.tensors(), wanted, strict=True):
         torch.testing.assert_close(found.double(), total, rtol=1e-6, atol=1e-7)
 
 
@@ -49,7 +49,7 @@ def test_the_average_takes_the_memory_layout_that_the_weights_get_later():
     before = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(1)
-    average.update([None])
+    average.end([None])
     found = average.tensors()[0]
     assert found.stride() == model.weight.stride()
     torch.testing.assert_close(found, before + (1 - DECAY))
@@ -63,7 +63,7 @@ def test_a_step_that_the_loss_scale_skips_leaves_the_average_as_it_is(compose):
     train(state)
     assert state.step == 2
     assert are_equal(before, averages(state))
-    while torch.equal(before[0], state.average.tensors()[0]):
+    while torch.equal(before[0], state.evaluated.tensors()[0]):
         train(state)
         assert state.step < 40
 
@@ -77,8 +77,8 @@ def test_the_average_reads_nothing_on_the_device(compose, monkeypatch):
 
     for name in ("item", "tolist", "__bool__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
-    state.average.update([torch.zeros(())])
-    state.average.update([torch.ones(())])
+    state.evaluated.end([torch.zeros(())])
+    state.evaluated.end([torch.ones(())])
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-true"])
@@ -87,7 +87,7 @@ def test_in_its_context_the_model_has_the_average_and_then_the_same_weights(comp
     params = state.trainable_parameters
     before = [p.detach().clone() for p in params]
     with state.evaluated_weights():
-        for p, average in zip(params, state.average.tensors(), strict=True):
+        for p, average in zip(params, state.evaluated.tensors(), strict=True):
             assert torch.equal(p, average.to(p.dtype))
             assert not torch.equal(p, before[0])
     assert are_equal(params, before)
@@ -148,7 +148,7 @@ def test_shared_weights_and_running_statistics_are_averaged_and_frozen_ones_are_
     assert names == {"first.weight", "second.weight", "norm.weight", "norm.bias", *statistics}
     before = model.norm.running_mean.clone()
     model(torch.randn(8, 3))
-    average.update([None])
+    average.end([None])
     found = average.state_dict()["weights"]["norm.running_mean"]
     torch.testing.assert_close(found, DECAY * before + (1 - DECAY) * model.norm.running_mean)
     content = {"model": model.state_dict(), "average": average.state_dict()}
@@ -163,8 +163,8 @@ def test_complex_weights_are_averaged():
     average = WeightAverage(model, [[model.wave]], DECAY)
     with torch.no_grad():
         model.wave.zero_()
-    average.update([None])
-    average.update([torch.zeros(())])
+    average.end([None])
+    average.end([torch.zeros(())])
     assert average.tensors()[0].tolist() == [DECAY**2 * (1 + 2j), 0]
 
 
@@ -214,7 +214,7 @@ def test_a_file_whose_average_is_odd_is_refused(compose, tmp_path, damage):
 
 def test_packed_weights_are_not_averaged(compose):
     spec = compose(*MLP, "precision=bnb-nf4", "adapter=lora", f"train.ema={DECAY}")
-    names = begin(spec).average.state_dict()["weights"]
+    names = begin(spec).evaluated.state_dict()["weights"]
     assert names
     assert all("lora" in name for name in names)
 
@@ -223,4 +223,4 @@ def test_a_run_without_an_average_takes_the_steps_that_it_took_before(compose):
     plain = train(begin(compose(*MLP)), 2)
     averaged = train(begin(compose(*MLP, f"train.ema={DECAY}")), 2)
     assert are_equal(plain.trainable_parameters, averaged.trainable_parameters)
-    assert plain.average is None
+    assert plain.evaluated is None

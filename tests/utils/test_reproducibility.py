@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from forked_process import run_forked
-from states import make_state, regression_batch
+from states import follow_own_state, make_state, regression_batch
 from waiting import SECONDS
 
-from runner.training.state import saved_state
+from runner.training.own_state import saved_state
 from runner.training.step import train_step
 from runner.utils.reproducibility import (
     make_deterministic,
@@ -224,13 +224,13 @@ def test_what_cannot_be_copied_in_place_stays_as_it_is(kind, precision):
     else:
         model.own = value
     state = make_state(model, precision)
-    own_state = state.own_state
+    own_state = follow_own_state(state)
     with saved_state(state):
         train_step(state, [regression_batch(4)])
     assert float(model.offset.sum()) == 0
     assert model.own is value or kind in ("sparse", "conjugated", "expanded")
     train_step(state, [regression_batch(4)])
-    state.end_first_step()
+    own_state.end_first_step()
     train_step(state, [regression_batch(4)])
     assert own_state.unsaved_attributes() == ["offset"]
     assert own_state.changed_buffers() == {}

@@ -49,7 +49,7 @@ from runner.diagnostics.divergence.roundoffs import (
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
 from runner.precision.contract import Precision
 from runner.precision.layers.expert_weight import ExpertWeight
-from runner.training.state import saved_state
+from runner.training.own_state import saved_state
 from runner.training.step import backpropagate, loss_of
 from runner.utils.modules import set_training
 

@@ -287,7 +287,8 @@ class Substitution(ComparingVisitor):
             # A backward that draws, as one that rounds stochastically, comes later in a step.
             drawn = generator_states(execution.device)
             off = torch.autocast(execution.device.type, enabled=False)
-            with off, execution.state.backward_context():
+            state = execution.state
+            with off, state.precision.backward(state.device, state.plan):
                 # The graph is kept for a tensor that reaches another call by no boundary.
                 torch.autograd.backward(tensors, gradients, retain_graph=True)
             set_generator_states(drawn, execution.device)

@@ -100,15 +100,16 @@ class Rehearsal:
             tracker = MemoryTracker(accumulates=kernels == "float32_accumulate")
             tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             tracker.add(OPTIMIZER, *state.optimizer_tensors())
-            if state.average is not None:
-                tracker.add(OPTIMIZER, *state.average.tensors())
+            if state.evaluated is not None:
+                tracker.add(OPTIMIZER, *state.evaluated.tensors())
             tracker.add(ACTIVATIONS, *tree_leaves(batches))
             set_training(state.model)
             with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
                 watch = Stagnation(state)
-                state.set_update_hook(tracker.begin_update)
+                update = state.hooks.call_before_update(tracker.begin_update)
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
+                state.hooks.remove(update)
                 watch.close()
                 # Its copies of the weights are freed before the evaluation.
                 del watch

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from runner.config.schema import RunSpec
-from runner.data.stream_loader import BatchLoader
+from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     PeakForecast,
@@ -69,10 +69,10 @@ class MemoryWatch:
     optimizer: str
     save_traceback: Callable[[], object]
     state: TrainState | None = field(default=None, init=False)
-    loader: BatchLoader | None = field(default=None, init=False)
+    loader: DatasetLoader | None = field(default=None, init=False)
     other_bytes: float = field(default=0.0, init=False)
 
-    def begin_steps(self, state: TrainState, loader: BatchLoader | None = None) -> None:
+    def begin_steps(self, state: TrainState, loader: DatasetLoader | None = None) -> None:
         """Take note of the state that is about to run its first step.
 
         Args:

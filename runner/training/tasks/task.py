@@ -239,22 +239,6 @@ def count_labels(target: Tensor) -> Tensor:
     return (target != IGNORED).sum()
 
 
-def labels_of(task: Task, target: Any) -> Tensor | None:
-    """Return how many labels of a target count, as `task.labels` says, after a check of its type.
-
-    Raises:
-        ConfigError: the task returned something else than None or a scalar tensor.
-    """
-    count = task.labels(target)
-    if count is None or (isinstance(count, Tensor) and not count.ndim):
-        return count
-    shape = f"a tensor {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
-    raise ConfigError(
-        f"task={type(task).__name__}: labels() returned {shape}. It returns a scalar tensor, the "
-        "number of labels that the mean loss divides by, or None. Type return mask.sum()."
-    )
-
-
 def counted_positions(predictions: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return predictions [N, C] and classes int64 [N] of the positions whose labels count.
 
