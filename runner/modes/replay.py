@@ -457,9 +457,8 @@ def states_before(
         if compiles:
             check_compile_options(spec, precision, device, built.model)
             prepare_model(spec, precision, device, built.model)
-        if is_trained:
-            # Its buffers are in the checkpoint from which a step is computed in another precision.
-            state.hooks.add(OwnState(state))
+        # The checkpoint from which a step is computed in another precision holds its buffers.
+        state.hooks.add(OwnState(state))
         if start is not None:
             state_dict.restore(state, start, spec, [])
     if last > 1:

@@ -247,7 +247,7 @@ class OwnUpdates(StepHook):
         return WideForward(self._model, self._rule, stores)
 
     @property
-    def kept(self) -> dict[str, Tensor]:
+    def rule_state(self) -> dict[str, Tensor]:
         """Return what the rule keeps beside each tensor that a forward has written, by name."""
         return {} if self._forward is None else self._forward.kept
 
@@ -262,11 +262,11 @@ class OwnUpdates(StepHook):
 
     def saved_content(self) -> dict[str, Any]:
         """Return what the rule keeps; see StepHook."""
-        return {OWN_UPDATES_KEY: dict(self.kept)}
+        return {OWN_UPDATES_KEY: dict(self.rule_state)}
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Restore what the rule kept; see StepHook."""
-        kept = self.kept
+        kept = self.rule_state
         if self._forward is not None:
             for name, value in content.get(OWN_UPDATES_KEY, {}).items():
                 kept[name] = value.to(next(self._model.parameters()).device, copy=True)
@@ -389,7 +389,7 @@ class OwnState(StepHook):
             The warning; empty without such a tensor.
         """
         updates = self._hooks.find(OwnUpdates)
-        covered = {} if updates is None else updates.kept
+        covered = {} if updates is None else updates.rule_state
         if updates is not None and not covered:
             self._hooks.remove(updates)
         patterns: dict[str, str] = {}

@@ -199,7 +199,7 @@ def test_what_a_rule_kept_beside_the_models_own_tensors_is_read_by_no_other(comp
             assert any("beside tensors that the model changes" in n for n in notes) != is_same
             updates = state.hooks.find(OwnUpdates)
             if updates is not None:
-                assert bool(updates.kept) == is_same
+                assert bool(updates.rule_state) == is_same
 
 
 def test_state_of_another_model_is_refused_in_one_message(compose):
