@@ -10,7 +10,6 @@ import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
 from inspect import isclass
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
@@ -22,6 +21,7 @@ from hydra.core.config_store import ConfigStore
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.invocation import KEYS, current_objects
 from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
@@ -285,7 +285,7 @@ def object_options(objects: Mapping[str, Any], config_dir: Path | None) -> Itera
     texts = []
     earlier = []
     repository: Any = ConfigStore.instance().repo
-    folders = [Path(str(files("runner.conf")))]
+    folders = [BUILT_IN_CONFIGS]
     if config_dir is not None:
         folders.append(config_dir)
     for role, value in objects.items():

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner import __version__
 from runner.config import commands
-from runner.config.hydra_plugins import ADVISE, MAIN_ARGUMENTS, set_plugin_folders
+from runner.config.hydra_plugins import ADVISE, BUILT_IN_CONFIGS, MAIN_ARGUMENTS, set_plugin_folders
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
@@ -130,7 +130,7 @@ def _help_text(own_folder: Path | None, topic: str) -> str:
     if topic in commands.COMMANDS:
         return commands.COMMANDS[topic].help()
     options: dict[str, dict[str, Path]] = {}
-    for folder in filter(None, (Path(str(files("runner.conf"))), own_folder)):
+    for folder in filter(None, (BUILT_IN_CONFIGS, own_folder)):
         for path in folder.glob("*/*.yaml"):
             options.setdefault(path.parent.name, {})[path.stem] = path
     if topic in options:

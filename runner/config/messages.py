@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -21,6 +20,7 @@ from yaml import YAMLError
 
 from runner.config.annotations import annotation_words
 from runner.config.commands import COMMANDS
+from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
 from runner.utils.errors import first_line, nearest_names
 from runner.utils.terminal import quote_command
@@ -327,7 +327,7 @@ def has_key(config: object, key: str) -> bool:
 
 def precisions_with_key(key: str) -> list[str]:
     """Return the names of the built-in precisions that have a key, given without `precision.`."""
-    folder = Path(str(files("runner.conf"))) / "precision"
+    folder = BUILT_IN_CONFIGS / "precision"
     return [
         path.stem for path in sorted(folder.glob("*.yaml")) if has_key(OmegaConf.load(path), key)
     ]

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
+from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.room import sections
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
@@ -320,8 +320,7 @@ def shadowed_configs(folder: Path) -> Iterator[str]:
 
     Hydra takes the built-in one where both have the same group and name.
     """
-    built_in = Path(str(files("runner.conf")))
     for mine in sorted(folder.rglob("*.yaml")):
-        theirs = built_in / mine.relative_to(folder)
+        theirs = BUILT_IN_CONFIGS / mine.relative_to(folder)
         if theirs.exists():
             yield f"warning: {mine} is not used: {theirs} has its group and name. Rename yours."

@@ -9,7 +9,6 @@ working directory can be imported from there.
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from importlib.resources import files
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.instantiation import text_targets
 from runner.config.resolve import leaves
 from runner.config.signature import describe_key_location
@@ -140,7 +140,7 @@ def _is_known(group: str, target: Any) -> bool:
     if not isinstance(target, str):
         return False
     # The targets of the runner's own options of the group.
-    for path in Path(str(files("runner.conf"))).glob(f"{group}/*.yaml"):
+    for path in BUILT_IN_CONFIGS.glob(f"{group}/*.yaml"):
         if target in re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE):
             return True
     if target in _OWN_FUNCTIONS.get(group, ()):

@@ -41,14 +41,14 @@ register_pytree_node(
     KeywordInputs,
     _dict_flatten,
     lambda values, names: KeywordInputs(zip(names, values, strict=True)),
-    serialized_type_name="runner.data.batch_layout.KeywordInputs",
+    serialized_type_name=f"{__name__}.KeywordInputs",
     flatten_with_keys_fn=_dict_flatten_with_keys,
 )
 register_pytree_node(
     PositionalInputs,
     lambda inputs: ([*inputs], None),
     lambda values, _: PositionalInputs(values),
-    serialized_type_name="runner.data.batch_layout.PositionalInputs",
+    serialized_type_name=f"{__name__}.PositionalInputs",
     flatten_with_keys_fn=_list_flatten_with_keys,
 )
 

@@ -8,13 +8,13 @@ There is no table to keep: a yaml in conf/precision/, or in the folder `precisio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
+from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate
@@ -22,7 +22,7 @@ from runner.distributed.strategy import Strategy
 from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError, Unavailable
 
-PRECISION_CONFIGS = Path(str(files("runner.conf"))) / "precision"
+PRECISION_CONFIGS = BUILT_IN_CONFIGS / "precision"
 
 
 @dataclass(frozen=True)

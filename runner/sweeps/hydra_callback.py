@@ -255,7 +255,7 @@ def _prepare_search(config: DictConfig) -> None:
                 f"(mode={config.mode}, task._target_={config.task.get('_target_')}). Type "
                 "hydra.sweeper.direction=maximize or hydra.sweeper.direction=minimize."
             )
-        with read_write(config):
+        with read_write(config.hydra):
             config.hydra.sweeper.direction = _DIRECTIONS[direction]
     # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)

@@ -26,11 +26,11 @@ from runner.utils.layout import WRITTEN_PLACES
 from runner.utils.secrets import redact_values
 
 MAX_UNPACKED_BYTES = 2**30
-"""Of a file whose content takes more than a hundred times its size."""
+"""Largest content of a file that is read where it takes a hundred times the file's size."""
 MAX_CONFIG_BYTES = 2**20
-"""Of a config's file, which takes PyYAML seconds."""
+"""Largest file of a config; PyYAML takes seconds for more."""
 _MAX_VALUES = 100_000
-"""Of a config."""
+"""Largest number of values in a config."""
 
 
 def prepare_output(path: Path) -> Path:

@@ -78,7 +78,7 @@ def prepare_remote(config: DictConfig) -> None:
         )
     register(RemoteLauncher)
     folder = os.path.abspath(config.hydra.sweep.dir)  # noqa: PTH100
-    with read_write(config), open_dict(config):
+    with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.launcher = {
             "_target_": REMOTE,
             "_recursive_": False,
@@ -237,7 +237,10 @@ class RemoteLauncher(Launcher):
     ) -> None:
         """Take what Hydra gives every launcher. A job's process finds the task function itself."""
         self._context = hydra_context
-        self._config = config
+        # A copy with the other launcher: the sweep's own config names this one.
+        self._config = copy.deepcopy(config)
+        with read_write(self._config.hydra), open_dict(self._config.hydra):
+            self._config.hydra.launcher = self._node
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -306,13 +309,9 @@ class RemoteLauncher(Launcher):
         """
         # A resumed sweep has the folders of its earlier jobs.
         new_folders = [folder for folder in map(job_folder, jobs.values()) if not folder.exists()]
-        # A copy: the sweep's own config names this launcher.
-        config = copy.deepcopy(self._config)
-        with read_write(config), open_dict(config):
-            config.hydra.launcher = self._node
         try:
             launcher = Plugins.instance().instantiate_launcher(
-                hydra_context=self._context, task_function=task, config=config
+                hydra_context=self._context, task_function=task, config=self._config
             )
             # Submitit's launchers have it; their own launch gives up at the first job that fails.
             if hasattr(launcher, "_EXECUTOR"):
