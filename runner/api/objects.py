@@ -34,7 +34,7 @@ _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _DATA_KEYS = ("data.meta", "data.shuffle", "data.sampler", "data.collate")
 """Keys of the data group that fit data given as objects."""
 _CARRIERS: Any = (Callable, CellType, ReferenceType, tuple, list, dict)
-"""What copy.deepcopy leaves as it is, or may leave so, and leads to further objects."""
+"""Types that copy.deepcopy leaves as they are, or may, and that lead to further objects."""
 _BY_IDENTITY = (None, object.__hash__, torch.Tensor.__hash__)
 
 
@@ -140,7 +140,7 @@ def _shared_part(memo: Mapping[int, Any], others: Sequence[Any]) -> tuple[str, A
         owner, value = pending.pop()
         for part in _referents(value, memo):
             is_copied = memo.get(id(part), part) is not part
-            # What is hashed by its value (a device, a path) does not change.
+            # An object that is hashed by its value (a device, a path) does not change.
             if owner is not None and is_copied and type(part).__hash__ in _BY_IDENTITY:
                 return getattr(owner, "__qualname__", type(owner).__name__), part
             if id(part) not in known and isinstance(part, _CARRIERS) and not isclass(part):

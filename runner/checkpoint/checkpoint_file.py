@@ -31,7 +31,7 @@ _KEYS: Mapping[type, Sequence[str]] = {
 }
 """Keys of a checkpoint by the type of their values."""
 SPEC_SIGNATURE_PURPOSE = "spec"
-"""What a checkpoint's signature is of; see runner.config.signature.sign."""
+"""Purpose of a checkpoint's signature; see runner.config.signature.sign."""
 _SPEC_MAPPINGS = {part.name for part in fields(RunSpec) if part.default is MISSING} - {"sections"}
 """Keys of a spec whose values are mappings."""
 
@@ -59,7 +59,7 @@ def save(folder: Path, content: Mapping[str, Any], keep: int, best: bool = False
     """
     path = checkpoint_path(folder, content["step"])
     with write_with_torch(path) as file:
-        # So that the checkpoint loads where torch_tpu is not installed.
+        # The checkpoint then loads where torch_tpu is not installed.
         on_host = tree_map_only(Tensor, lambda t: t.cpu() if is_tpu(t.device) else t, dict(content))
         torch.save(on_host, file)
     # The rename must be on the disk before the deletions: after a power cut, a folder without both

@@ -218,8 +218,8 @@ def _evaluate(
     """Return a model's output with the casts and contexts that an evaluation puts around it."""
     with precision.forward(device, plan):
         output = call(model, precision.cast(inputs, plan))
-    # Of a library's mapping a dict of its tensors with a batch of examples: its class would have to
-    # be there when the program is loaded.
+    # A library's mapping becomes a dict of its tensors with a batch of examples: its class would
+    # have to be there when the program is loaded.
     if isinstance(output, Mapping) and type(output) is not dict:
         tensors = {name: part for name, part in output.items() if isinstance(part, Tensor)}
         output = {name: part for name, part in tensors.items() if part.ndim > 0}
@@ -245,7 +245,7 @@ class _ProgramForward(nn.Module):
         try:
             return self._evaluate(CPU_DEVICE, self.model, inputs)
         except GuardOnDataDependentSymNode as error:
-            # For torch's own error torch.export prints the graph up to here.
+            # torch.export prints the graph up to here for torch's own error.
             what = "its forward decides by the data what it computes"
             raise ExportError(f"{what}, which torch.export cannot write") from error
 
@@ -348,7 +348,7 @@ def _set_default_dtypes(graph_module: torch.fx.GraphModule) -> None:
         # With a tensor among its arguments, an operation takes the dtype from that one.
         takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
         names = [argument.name for argument in schema.arguments]
-        # Not where the dtype is given by its name or its position.
+        # A dtype that is given by its name or its position stays.
         position = names.index("dtype") if "dtype" in names else 0
         is_free = node.kwargs.get("dtype") is None and position >= len(node.args) > 0
         if is_free and not takes_tensor:

@@ -164,7 +164,7 @@ def load_sharded(
         if isinstance(value, Mapping) and _MARK in value:
             empty = torch.empty_like(param, dtype=_dtype(value), requires_grad=False)
             return shards.setdefault(value[_MARK], empty)
-        # Of a checkpoint that one process wrote. A scalar, Adam's step for example, is not sharded.
+        # One process wrote this checkpoint. A scalar, Adam's step for example, is not sharded.
         if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
             return shard_like(value, param)
         return value

@@ -186,7 +186,7 @@ def _unpickle(path: Path) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        # Of a pickle with other objects torch names the first one.
+        # torch names the first object of a pickle that holds other than tensors.
         named = _GLOBAL.search(str(error))
         if named:
             raise _refusal(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 TensorKey = tuple[str | int, ...]
-"""Where a tensor is in the content: the keys and indices that lead to it."""
+"""Place of a tensor in the content: the keys and indices that lead to it."""
 CopyPair = tuple[Tensor, Tensor]
 """A tensor on the host, and the tensor that is to be copied into it."""
 
@@ -194,7 +194,7 @@ class AsyncCheckpointWriter:
             identity = (address, value.shape, value.dtype)
             if identity not in copies:
                 on_device |= value.is_cuda
-                # That of the checkpoint before, if it fits.
+                # The buffer of the checkpoint before is reused if it fits.
                 buffer = self._host_buffers.get(key)
                 if buffer is None or (buffer.shape, buffer.dtype) != identity[1:]:
                     # A device copies without the host's help into pinned memory only.
@@ -296,7 +296,7 @@ class ShardedCheckpointWriter:
         try:
             checksums = sharded_tensors.write_shards(draft, sharded)
         except OSError as error:
-            # Not raised here: the other processes wait in the calls below.
+            # The error is raised later: the other processes wait in the calls below.
             reason = os_error_reason(error)
         outcomes = self.strategy.gather_object((reason, checksums))
         if self.strategy.rank.is_main:
@@ -314,5 +314,5 @@ class ShardedCheckpointWriter:
                     checkpoint_file.save(self.folder, complete, self.keep, best)
                 except OSError as error:
                     reason = os_error_reason(error)
-        # Also a barrier: no process continues before the checkpoint has its final name.
+        # This is a barrier, too: no process continues before the checkpoint has its final name.
         return self.strategy.broadcast_object(reason)

@@ -215,7 +215,7 @@ def call_hydra(argv: Sequence[str]) -> None:
     except COMPOSE_ERRORS as error:
         raise ConfigError(explain(error, argv)) from error
     except RecursionError as error:
-        # Of the user's own code it is no matter of the command.
+        # A recursion in the user's own code is no matter of the command.
         if any(frame.f_code is run_job.__code__ for frame, _ in walk_tb(error.__traceback__)):
             raise
         raise ConfigError(
@@ -390,7 +390,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
 
         from runner.modes.run import run
     if is_first:
-        # What was imported stays: no later collection has to look through it.
+        # Imported modules stay: no later collection has to look through them.
         gc.freeze()
     if not leaves_line:
         return run(spec, folder, invocation)
@@ -437,7 +437,7 @@ def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunRe
     from runner.sweeps.sweep_resume import final_result
 
     result = final_result(folder, job_overrides())
-    # What train.max_seconds has ended continues; the jobs of a sweep are compared after that time.
+    # A run that train.max_seconds ended continues; a sweep's jobs are compared after that time.
     return result if result is None or resumes_sweep or result.is_whole else None
 
 

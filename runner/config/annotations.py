@@ -17,7 +17,7 @@ def fits_type(value: Any, hint: Any) -> bool:
     if kind in (Union, UnionType):
         return any(fits_type(value, option) for option in get_args(hint))
     if kind is Literal:
-        # Which of the texts are allowed, the target itself reports.
+        # The target itself reports which texts are allowed.
         takes_texts = all(isinstance(option, str) for option in get_args(hint))
         return isinstance(value, str) or not takes_texts
     if not isinstance(kind, type) or kind is object:
@@ -38,7 +38,7 @@ def fits_type(value: Any, hint: Any) -> bool:
             item_hint = str | int
         if not (isinstance(value, list | tuple) and all(fits_type(v, item_hint) for v in value)):
             return False
-        # As tuple[float, float] does; a tuple[int] is often written for a list of any length.
+        # tuple[float, float] fixes a length; tuple[int] is often written for a list of any length.
         is_fixed = kind is tuple and len(get_args(hint)) > 1 and Ellipsis not in get_args(hint)
         return not is_fixed or len(value) == len(get_args(hint))
     return True

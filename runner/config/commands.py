@@ -56,7 +56,7 @@ class Positional:
 
 @dataclass
 class Arguments:
-    """What was typed after a command's name.
+    """Words that were typed after a command's name.
 
     Attributes:
         words: those that are no options.

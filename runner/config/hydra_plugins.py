@@ -70,7 +70,7 @@ def set_plugin_folders(config_dir: Path | None) -> None:
     places = import_paths()
     if config_dir is not None:
         places.append(str(config_dir.absolute()))
-    # As Python itself finds it: some packages are installed by a path that only its hooks know.
+    # Python's own finder is asked: only its hooks know the paths of some installed packages.
     spec = PathFinder.find_spec(_ROOT, places)
     package = sys.modules.setdefault(_ROOT, ModuleType(_ROOT))
     package.__path__ = [*((spec and spec.submodule_search_locations) or ())]

@@ -198,7 +198,7 @@ def locate(path: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a config node passes to its target.
+    """Arguments that a config node passes to its target.
 
     Attributes:
         key: dotted key of the node.
@@ -363,7 +363,7 @@ def instantiate(node: Mapping[str, Any], *leading: object, key: str = "") -> Any
         ConfigError: a target does not import, or a nested target refuses a value. What this node's
             own target raises is raised as it is.
     """
-    # With arguments of the runner's the call is the one that `_partial_` leaves to the program.
+    # A call with the runner's arguments is the one that `_partial_` leaves to the program.
     is_partial = node.get("_partial_", False) and not leading
     return _call(key, {**node, "_partial_": is_partial}, target_arguments(node, key), leading)
 

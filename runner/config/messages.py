@@ -38,10 +38,10 @@ CPU_CASTS = (
     "autocast followed torch's list for CPUs, which leaves norms, softmax, pow, exp, log and sums "
     "in half precision, where CUDA's list has them in float32."
 )
-"""What every mixed run on a CPU says, unless it emulates CUDA's casts."""
+"""Caveat of every mixed run on a CPU, unless it emulates CUDA's casts."""
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError, TypeError)
-"""What Hydra and OmegaConf raise while they compose a config."""
+"""Errors that Hydra and OmegaConf raise while they compose a config."""
 
 
 def explain(error: Exception, argv: Sequence[str]) -> str:
@@ -229,7 +229,7 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
         our_name = _SYNONYMS.get(name, name)
         every = dotted_keys("", _root(node))
         elsewhere = [key for key in every if key.rpartition(".")[2] == our_name][:3]
-    # But checkpoint.every means checkpoint.every_steps.
+    # A typed key may be the beginning of one: checkpoint.every means checkpoint.every_steps.
     begun = [key for key in near if parent and key.startswith(full)]
     hint = _hint(begun or elsewhere or near) + _target_hint(full, argv)
     hint = f" Type {_OTHER_PROGRAMS_KEYS[full]}." if full in _OTHER_PROGRAMS_KEYS else hint
@@ -260,7 +260,7 @@ _SYNONYMS = {
     "path": "root",
 }
 """Names that other programs use for some of our keys."""
-# What to type for keys of other programs that stand for no key of the config.
+# Words to type in place of other programs' keys that stand for no key of the config.
 _OTHER_PROGRAMS_KEYS = {
     **{name: f"precision={' or '.join(each)}" for name, each in DTYPE_PRECISIONS.items()},
     **dict.fromkeys(("config", "cfg", "c"), "--config-dir <folder of your yamls>"),

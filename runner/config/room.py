@@ -1,4 +1,4 @@
-"""What a room adds to a run: sections of the schema, and modes. `runner/rooms.py` lists the rooms.
+"""A room adds sections of the schema and modes to a run. `runner/rooms.py` lists the rooms.
 
 This module knows none of them: the command line and the Python API install that list once in a
 process, before they read a config.

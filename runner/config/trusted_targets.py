@@ -33,11 +33,11 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], type]] = {
     "optimizer": (("torch.optim.",), Optimizer),
     "scheduler": (("torch.optim.lr_scheduler.",), LRScheduler),
 }
-"""By group: packages whose classes are trusted in addition to the runner's options, and the base
+"""Packages by group whose classes are trusted in addition to the runner's options, and the base
 class that they must have."""
 
 _OWN_FUNCTIONS: Mapping[str, tuple[str, ...]] = {"data": ("runner.data.padding.pad",)}
-"""By group: functions of the runner that no option names."""
+"""Functions of the runner by group that no option names."""
 
 
 class SavedConfig(NamedTuple):

@@ -55,7 +55,7 @@ register_pytree_node(
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which parts of a batch go to the model, and which to the task.
+    """Parts of a batch that go to the model, and those that go to the task.
 
     Attributes:
         inputs: fields that the model takes; None for all but the target. Those of a tuple are named

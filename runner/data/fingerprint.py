@@ -156,7 +156,7 @@ def _stream_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     content = blake2b(kind.encode(), digest_size=DIGEST_BYTES)
     examples: list[Any] = []
     schema = None
-    # As in _dataset_facts: a stream that fails here fails in the training, with a message.
+    # A stream that fails here fails in the training, too, with a message.
     with restored_random_state(), suppress(Exception):
         seed_host(0)
         examples = first_examples(dataset, SAMPLE_COUNT)

@@ -39,7 +39,7 @@ from runner.utils.reproducibility import seed_host
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Where and how a loader's batches are loaded, and how they are split.
+    """Place and way in which a loader's batches are loaded, and how they are split.
 
     Attributes:
         workers: loading processes, which stay until Loader.close(); see Loader.uses_workers.
@@ -141,7 +141,7 @@ class Loader:
     @property
     def slices_tensors(self) -> bool:
         """Return whether batches are slices of a TensorDataset's tensors."""
-        # Not of a subclass, whose __getitem__ may change the examples.
+        # A subclass may change the examples in its __getitem__.
         return type(self.dataset) is TensorDataset and self.options.collator is None
 
     def order(self, epoch: int) -> Tensor:
@@ -172,7 +172,7 @@ class Loader:
     def _process_part(self, indices: Tensor) -> Tensor:
         """Return the indices that this process loads of a batch's."""
         part = indices[self.options.rank.batch_slice(len(indices))]
-        # At least one, for collectives need every process to run a step.
+        # Collectives need every process to run a step, with one example at least.
         return part if len(part) else indices[:1]
 
     def batches(self, chosen: Sequence[Tensor], epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -264,11 +264,11 @@ class Loader:
                 persistent_workers=True,
                 pin_memory=self.device.type == "cuda",
                 collate_fn=unchanged,
-                # Without it each epoch draws from the stream that dropout uses.
+                # Without a generator, each epoch draws from the stream that dropout uses.
                 generator=torch.Generator().manual_seed(self.seed),
                 worker_init_fn=init_worker,
             )
-        # In place: the DataLoader of persistent processes holds this list as its batch sampler.
+        # The list changes in place: persistent processes' DataLoader holds it as its batch sampler.
         self._worker_batches[:] = seeded_batches
         try:
             yield from map(checked_batch, wait_for_batch(self._worker_loader, self.wait_context))

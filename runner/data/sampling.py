@@ -24,7 +24,7 @@ _SEED_STRIDE = 1_000_003
 
 
 class StartingPoint(NamedTuple):
-    """Where in the training data a run begins, or is resumed.
+    """Point in the training data where a run begins or is resumed.
 
     Attributes:
         step: optimizer steps that were taken.

@@ -68,7 +68,7 @@ def label_remedy(label: int, is_mask: bool) -> str:
         label: the largest.
         is_mask: each example has a label for every pixel.
     """
-    # As 255 does at the borders of objects in VOC and Cityscapes.
+    # VOC and Cityscapes mark the borders of objects with 255.
     ignored = f"task.ignore_index={label} where {label} marks pixels that do not count, else "
     return f"{ignored if is_mask else ''}data.meta.classes={label + 1}"
 
@@ -210,7 +210,7 @@ def image_tensors(
         float32 [N, C, H, W] and int64 [N].
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format)
-    # In place: CIFAR's 50,000 images are 0.6 GB in float32, and one copy is enough.
+    # Operations are in place: CIFAR's 50,000 images are 0.6 GB in float32; one copy is enough.
     images.sub_(torch.tensor(mean).view(-1, 1, 1) * 255).div_(
         torch.tensor(std).view(-1, 1, 1) * 255
     )

@@ -106,7 +106,7 @@ class StreamPass(IterableDataset[StreamBatch]):
                     stream = begin_pass(self.stream, self.number)
                 examples = list(islice(stream, size))
                 if examples and is_new:
-                    # At least one example, for collectives need every process to run a step.
+                    # Collectives need every process to run a step, with one example at least.
                     part = examples[self.rank.batch_slice(len(examples))] or examples[:1]
                     seed_host(batch_seed(self.seed, self.number, number, self.rank.index + 1))
                     batch = StreamBatch(first, len(examples), self.collate(part))
@@ -298,7 +298,7 @@ class StreamLoader:
 
 
 DatasetLoader = Loader | StreamLoader
-"""What yields the batches of a data set: of a map-style one, or of a stream."""
+"""Loader of the batches of a map-style data set or of a stream."""
 
 
 def reads_of(loader: DatasetLoader, epoch: int, taken: int) -> tuple[tuple[int, int], ...]:

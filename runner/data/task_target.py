@@ -29,7 +29,7 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 @dataclass(frozen=True)
 class TaskAdditions:
-    """What the keys of the task group that fit every task name.
+    """Objects that the keys of the task group name which fit every task.
 
     Attributes:
         metrics: objects of torchmetrics.Metric, by the names under which they are recorded.
@@ -121,7 +121,7 @@ def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
     try:
         hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
     except Exception:
-        # As in targets.py: an annotation under TYPE_CHECKING cannot be evaluated.
+        # An annotation under TYPE_CHECKING cannot be evaluated.
         hints = {}
     values = {
         name: _with_tensor(f"{key}.{name}", value, hints.get(name)) for name, value in node.items()

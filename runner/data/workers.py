@@ -144,7 +144,7 @@ def _death_of_worker() -> str | None:
     """
     workers = [worker for worker, starter in _started.items() if starter == os.getpid()]
     try:
-        # Those of earlier epochs have ended with status 0.
+        # Workers of earlier epochs have ended with status 0.
         running = {worker.sentinel: worker for worker in workers if worker.exitcode is None}
         if not any(worker.exitcode for worker in workers):
             for sentinel in wait([*running], _DEATH_DELAY):

@@ -192,7 +192,7 @@ class Recorder:
         has_scale = source.loss_scaler is not None
         dtypes = step_dtypes(rows, source.model, has_scale, source.request)
         run = OpenRun(source, self.settings, self.place, dtypes, self._output)
-        # In which dtypes each module stores and computes, a table on MLflow's page.
+        # MLflow's page shows a table of the dtypes in which each module stores and computes.
         path = self.place.folder / DTYPES_FILE
         if rows and self._output.save_artifact(path, lambda path: write_table(path, rows)):
             self._output.tracker.tags(tables_tag(DTYPES_FILE))

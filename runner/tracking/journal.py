@@ -239,7 +239,7 @@ def latest_journal(folder: Path) -> Path | None:
     """Return the journal of the last run in a folder; None without a journal."""
     # No links: a stranger's folder must not name a file elsewhere.
     journals = (p for p in folder.glob("journal*.jsonl") if p.is_file() and not p.is_symlink())
-    # By length first: journal-10 is newer than journal-9.
+    # The length counts first: journal-10 is newer than journal-9.
     return max(journals, key=lambda path: (len(path.name), path.name), default=None)
 
 

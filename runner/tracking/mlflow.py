@@ -96,7 +96,7 @@ class MlflowTracker(Tracker):
         # Hydra reads the dots of tracking.tags.ci.job=4711 as levels of a mapping.
         named = {name: value for name, value in leaves(tags or {}) if value != {}}
         self.extra_tags = redact_values(named)
-        # As a tag it would be replaced by the runner's own text.
+        # The runner's own text would replace a tag with the note.
         noted = self.extra_tags.pop(NOTE_TAG, None)
         self.own_note = redact(note or noted or "")
         self.sweep = sweep

@@ -220,7 +220,7 @@ class ProcessJournal(NoTracker):
 
 @dataclass(frozen=True)
 class RunOutput:
-    """What a run writes to.
+    """Folder, console and tracker that a run writes to.
 
     Attributes:
         out: the folder of this process; that of the first process is the run's.
@@ -244,7 +244,7 @@ class RunOutput:
         try:
             write(prepare_output(path))
         except OSError as error:
-            # What was written until then would be taken for the whole file.
+            # The part that was written would be taken for the whole file.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self.say(f"warning: {relative_path(path)} was not written: {os_error_reason(error)}.")

@@ -58,7 +58,7 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
         return store_uri
     # The part after a plus is the database's driver, postgresql+psycopg2 for example.
     scheme = _scheme(store_uri)
-    # In lower case, as MLflow needs it (SQLITE:/// is legal in a URL).
+    # MLflow needs lower case (SQLITE:/// is legal in a URL).
     store_uri = scheme + store_uri[len(scheme) :]
     if scheme == "sqlite":
         # MLflow would take a relative path from the working directory of each process that opens

@@ -28,8 +28,8 @@ class PlainConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        # Without markup, which would swallow the `[head]` of precision.keep_fp32=[head]. As text:
-        # rich would show each line in a notebook as a block of HTML of its own.
+        # Markup would swallow the `[head]` of precision.keep_fp32=[head]. In a notebook rich would
+        # show each line as a block of HTML of its own.
         plain = {"highlight": False, "markup": False, "emoji": False, "force_jupyter": False}
         super().__init__(**plain, **options)
 

@@ -67,7 +67,7 @@ def link_out_of(folder: Path, place: Path) -> Path | None:
     The folder itself may be a link, for example to another disk.
     """
     root = os.path.realpath(folder)
-    # Of thousands of files only links are resolved, which asks the file system for each folder.
+    # Only links are resolved among thousands of files: resolving asks the file system per folder.
     links = (path for path in place.rglob("*") if path.is_symlink())
     for path in chain([place], links):
         if not Path(os.path.realpath(path)).is_relative_to(root):
@@ -272,7 +272,7 @@ def check_version(file: str, kind: str, version: object, expected: object, remed
     Raises:
         ConfigError: the versions differ.
     """
-    # Of one type first: a file from elsewhere may hold a value whose comparison fails.
+    # Types are compared first: a file from elsewhere may hold a value whose comparison fails.
     if type(version) is type(expected) and version == expected:
         return
     given = "without a version" if version is None else f"of version {str(version)[:40]}"

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 FONT = "DejaVu Sans"
 INK = "black"
-"""Of text, axes and the baseline; on an HTML page it is the colour of the page's text."""
+"""Colour of text, axes and the baseline; on an HTML page that of the page's text."""
 CHART_WIDTH_INCHES = 4.4
-"""In a column of 360 pixels, the narrowest of page.css, its letters of 10 points have 11 pixels."""
+"""Width at which letters of 10 points have 11 pixels in page.css's narrowest column, 360 pixels."""
 MAX_FLAT_RATIO = 1.1
 """Height over width above which page.css gives a chart the height of two."""
 
@@ -73,7 +73,7 @@ def svg_element(figure: "Figure") -> str:
     style = re.compile(r'<style type="text/css">\*\{([^}]*)\}</style>')
     rule = style.search(text)
     assert rule is not None
-    # What is black has no fill: it inherits the element's.
+    # A black shape has no fill: it inherits the element's.
     look = f'fill="currentColor" style="{rule[1]}" role="img"'
     if figure.get_figheight() > MAX_FLAT_RATIO * figure.get_figwidth():
         look += ' class="tall"'

@@ -262,7 +262,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     precision's own layer its mode and its numbers alone."""
     registered = ("_parameters", "_buffers", "_modules")
     attributes = {key: value for key, value in vars(module).items() if key not in registered}
-    # What else such a layer holds is saved by its precision, or refers to its library's registries.
+    # Its precision saves a layer's other attributes, or they refer to its library's registries.
     if type(module).__module__.startswith(("runner.precision.", "transformer_engine.")):
         numbers = {k: v for k, v in attributes.items() if type(v) in (int, float)}
         return {**numbers, "training": module.training}

@@ -98,7 +98,7 @@ def _environment_secrets() -> list[str]:
 
     Short words, numbers and paths do not count: they would be masked where they mean other things.
     """
-    # By name first: environ decodes each value that is read.
+    # Names are compared first: environ decodes each value that is read.
     named = {name: os.environ[name] for name in os.environ if _names_secret(name)}
     values = set()
     for name, value in named.items():
@@ -109,7 +109,7 @@ def _environment_secrets() -> list[str]:
         is_path = value[0] in "/~." and Path(value).exists()
         if not is_path:
             values.add(value)
-    # In a URI a secret is percent-encoded. Longest first: one secret may be a part of another.
+    # A URI has a secret percent-encoded. The longest goes first: it may contain another secret.
     encoded = {quote(value, safe="") for value in values}
     return sorted(values | encoded, key=len, reverse=True)
 

@@ -68,7 +68,7 @@ def end_by_signal(number: int) -> NoReturn:
 
 def _write_line(text: str) -> None:
     """Write a line to stderr from a handler of signals."""
-    # Of the processes that torchrun starts, rank 0 prints the message.
+    # Rank 0 prints the message for all processes that torchrun starts.
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(2, f"{text}\n".encode())

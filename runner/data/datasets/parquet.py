@@ -11,7 +11,7 @@ from runner.utils.errors import ConfigError
 from runner.utils.files import check_unpacked, unpacked_limit
 
 _BYTES = {"FLOAT": 4, "INT64": 8, "DOUBLE": 8}
-"""Of a number in memory, by parquet's physical types; numbers of 8 bits have another one, too."""
+"""Bytes of a number in memory by parquet's physical type; numbers of 8 bits have another, too."""
 _BATCH_ROWS = 65_536  # pyarrow's default
 
 

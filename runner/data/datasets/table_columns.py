@@ -124,7 +124,7 @@ def _image_file(value: Any) -> io.BytesIO | Path | None:
 
 @dataclass
 class TableColumns:
-    """Which columns of a table are read, and what they become.
+    """Columns of a table that are read, and what they become.
 
     Its examples are fields of float32, int64 tokens and labels, which are -100 at padding. Images
     are float32 [3, size, size], normalised with ImageNet's statistics, and decoded when they are
@@ -287,7 +287,7 @@ class TableColumns:
         return bool(self.text and self.target) and "string" in str(table[self.target].type)
 
     def _ends_texts(self, table: Any) -> bool:
-        # What is classified is given as the tokenizer makes it.
+        # A text that is classified is given as the tokenizer makes it.
         is_generated = self.target is None or self._has_target_texts(table)
         return self.end_token != "auto" or is_generated
 

@@ -56,7 +56,7 @@ STORE_CODES = {
     "FEATURE_DISABLED",
     "NOT_IMPLEMENTED",
 }
-"""Those that do not depend on what was sent."""
+"""Codes of errors that do not depend on what was sent."""
 REFUSAL_CODES = STORE_CODES | {
     "INVALID_PARAMETER_VALUE",
     "RESOURCE_DOES_NOT_EXIST",
@@ -264,7 +264,7 @@ class Store:
             run = self._get_run(run_id)
             self._client.update_run(run_id, status="RUNNING")
             known = run.data.tags
-            # Of the interruption, which is over.
+            # The tag names the error of an interruption that is over.
             if "error" in known:
                 self._client.delete_tag(run_id, "error")
         lines = [f"{key}: {change} (from step {step})" for key, change in start["changes"].items()]

@@ -173,14 +173,14 @@ class JournalUploader:
         self._sent_at = time.monotonic()
         if batch.kind == "metrics" and batch.is_complete:
             self._full_batch_bytes = batch.end - self.state.offset
-        # Only now, after the store's answer: a writer that dies before this line sends it again.
+        # The store has answered: a writer that dies before this line sends the batch again.
         self.state.save(offset=batch.end, sending_file=False)
         return not self.state.done
 
     def skip(self) -> None:
         """Skip the batch that the store has refused."""
         batch = self._batch
-        # Without a batch it was the status of a killed run that was refused.
+        # Without a batch, the store has refused the status of a killed run.
         if batch is None:
             self.state.save(done=True)
         else:

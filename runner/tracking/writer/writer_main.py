@@ -126,7 +126,7 @@ class Writer:
     """
 
     def __init__(self, parent: int) -> None:
-        # These import mlflow, which must come after run_writer has set its environment.
+        # These modules import mlflow, which needs the environment that run_writer sets.
         from runner.tracking.writer.store import StoreCache
         from runner.tracking.writer.uploader import JournalUploader
 
