@@ -277,7 +277,8 @@ def compose():
 
     def made(*overrides):
         with initialize_config_module("runner.conf", **VERSION_BASE):
-            return resolve_spec(hydra_compose("config", rewrite_arguments(overrides)))
+            words = [word for word in rewrite_arguments(overrides) if word != "--multirun"]
+            return resolve_spec(hydra_compose("config", words))
 
     return made
 

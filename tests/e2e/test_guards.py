@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 
 import pytest
 import torch
@@ -163,7 +162,7 @@ def test_a_replay_trains_to_the_very_bits(faulty, lab, compose, keys):
     path = out / "checkpoints" / "step-00000005.pt"
     wanted = torch.load(path, weights_only=True)
     path.unlink()
-    spec = run_of_batch(replace(compose("model=mlp"), batch=str(batch)), Invocation())
+    spec = run_of_batch(compose("model=mlp").with_value("batch", str(batch)), Invocation())
     state, micros, _ = state_before_step(
         spec, saved_batch.read_saved_batch(batch), torch.device("cpu"), lambda line: None
     )

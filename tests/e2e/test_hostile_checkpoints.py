@@ -313,13 +313,16 @@ def test_a_folder_brings_no_proof_of_its_own(stranger):
 
 
 @counts(6, len(CALLS))
-def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose, count):
+def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose, count, monkeypatch):
     """debug=replay reads the config in the folder of the batch."""
     from types import SimpleNamespace
 
     from runner.config.invocation import Invocation
     from runner.modes import replay, run_metadata
+    from runner.modes.context import PlannedRun
 
+    batch_of_run = SimpleNamespace(names={})
+    monkeypatch.setattr(replay.saved_batch, "read_saved_batch", lambda path: batch_of_run)
     folder = Path.cwd() / "theirs"
     spec = compose("model=mlp", "tracking=none")
     calls = sorted(CALLS.items())
@@ -332,8 +335,8 @@ def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose, count):
         (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):
-            replay.with_run_config(
-                replace(spec, batch=str(batch)), Invocation(), SimpleNamespace(names={})
+            replay.plan_replay(
+                PlannedRun(folder, None, spec.with_value("batch", str(batch)), Invocation())
             )
         assert nothing_was_called()
     shutil.rmtree(folder)

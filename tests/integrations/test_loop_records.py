@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from foreign_models import tiny_net
+from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -81,9 +82,9 @@ def test_micro_batches_weigh_as_many_examples_as_they_have(counts, loss):
 
 def test_slow_steps_are_sent_before_their_block_is_full(monkeypatch):
     buffer = Mock(ready_records=list)
-    monkeypatch.setattr(steps, "RecordBuffer", lambda state: buffer)
+    monkeypatch.setattr(steps, "RecordBuffer", lambda *_: buffer)
     monkeypatch.setattr(steps, "MAX_BLOCK_SECONDS", -1.0)
-    records = steps.StepRecords(SimpleNamespace(), [], None, 100)
+    records = steps.StepRecords(SimpleNamespace(plain_model=nn.Linear(1, 1)), [], None, 100)
     records.add(SimpleNamespace(step=1, epoch=1))
     assert buffer.send.call_count == 1
 

@@ -1,5 +1,4 @@
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def test_the_config_reads_back_complete(tmp_path, compose):
     spec = compose("data=text", "model=gpt")
     path = run_metadata.write_config(tmp_path, spec)
     assert path.name == "config.yaml"
-    assert OmegaConf.to_container(OmegaConf.load(path)) == asdict(spec)
+    assert OmegaConf.to_container(OmegaConf.load(path)) == spec.to_dict()
 
 
 def test_the_environment_names_versions_and_the_command(monkeypatch):

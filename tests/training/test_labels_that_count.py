@@ -12,6 +12,7 @@ from states import make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
 
+from runner.diagnostics.data_checks import labels_of
 from runner.modes.replay import _traced
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
@@ -142,9 +143,8 @@ def test_a_task_of_ones_own_says_how_micro_batches_weigh(kind):
 def test_a_count_that_is_no_scalar_tensor_is_refused(count, said):
     task = Classification()
     task.labels = count
-    micro = torch.randn(2, 3), torch.tensor([1, 2])
     with pytest.raises(ConfigError, match=rf"labels\(\) .*{said}|{said}.*mask\.sum\(\)"):
-        train_step(float64_state(mlp(), task), [micro, micro])
+        labels_of(task, torch.tensor([1, 2]))
 
 
 @pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-true"])

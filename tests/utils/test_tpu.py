@@ -80,9 +80,10 @@ def test_bf16_takes_the_place_of_float16_only_where_that_is_allowed():
     assert (refused.name, refused.compute) == ("16-mixed", torch.float16)
     allowed = registry.load_precision("16-mixed", allow_substitute=True)
     with pytest.warns(UserWarning, match="16-mixed runs as bf16-mixed, and is recorded so"):
-        allowed.require(TPU)
-    assert (allowed.name, allowed.compute) == ("bf16-mixed", torch.bfloat16)
-    assert isinstance(allowed.scale(TPU), NoLossScale)
+        substitute = allowed.substitute(TPU)
+    substitute.require(TPU)
+    assert (substitute.name, substitute.compute) == ("bf16-mixed", torch.bfloat16)
+    assert isinstance(substitute.scale(TPU), NoLossScale)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("mps")])
@@ -90,6 +91,7 @@ def test_elsewhere_float16_stays(device):
     precision = registry.load_precision("16-mixed", allow_substitute=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert precision.substitute(device) is precision
         precision.require(device)
     assert (precision.name, precision.compute) == ("16-mixed", torch.float16)
 
