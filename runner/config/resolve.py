@@ -56,10 +56,10 @@ def _config_class() -> type:
     """Return the class of a config: the fields of RunSpec, and the sections of rooms in the place
     of its `sections`."""
     own = [(part.name, part.type, part) for part in fields(RunSpec) if part.name != "sections"]
-    added = [
-        (key, kind, field(default_factory=kind) if is_dataclass(kind) else None)
-        for key, kind in sections().items()
-    ]
+    added = []
+    for key, kind in sections().items():
+        is_section = isinstance(kind, type) and is_dataclass(kind)
+        added.append((key, kind, field(default_factory=kind) if is_section else None))
     return make_dataclass("Config", [*own, *added])
 
 
@@ -88,7 +88,7 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     if not allow_unresolved:
         refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
     # Without the schema's types: the merge below names a key whose value does not fit.
-    untyped = OmegaConf.create(values)
+    untyped: Any = OmegaConf.create(values)
     OmegaConf.copy_cache(config, untyped)  # one time for each ${now:}
     try:
         if allow_unresolved:
