@@ -26,8 +26,9 @@ from models.gpt import GPT
 from runner.config.schema import RunSpec
 from runner.diagnostics.divergence.compare import compare_batch
 from runner.diagnostics.divergence.roundoffs import Execution
+from runner.modes.context import TrainingSetup
 from runner.precision.registry import load_precision
-from runner.training.setup import TrainingSetup, build_state
+from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.training.tasks.language import Language

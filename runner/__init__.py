@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.api.composition import compose as compose
     from runner.api.loading import load as load
+    from runner.api.results import RunResult as RunResult
     from runner.api.runs import run as run
     from runner.api.sweeps import SweepResult as SweepResult
     from runner.api.sweeps import advise as advise
     from runner.api.sweeps import sweep as sweep
     from runner.config.schema import RunSpec as RunSpec
-    from runner.modes.result import RunResult as RunResult
     from runner.sweeps.verdict.ranking import Advice as Advice
     from runner.training.callbacks.callback import RunCallback as RunCallback
     from runner.utils.errors import ConfigError as ConfigError
@@ -27,7 +27,7 @@ _MODULES = {
     "Advice": "runner.sweeps.verdict.ranking",
     "ConfigError": "runner.utils.errors",
     "RunCallback": "runner.training.callbacks.callback",
-    "RunResult": "runner.modes.result",
+    "RunResult": "runner.api.results",
     "RunSpec": "runner.config.schema",
     "RunnerError": "runner.utils.errors",
     "SweepResult": "runner.api.sweeps",

@@ -15,13 +15,14 @@ from runner.cli.main import check_config_dir
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
-from runner.config.overrides import as_typed, quote_value, rewrite_arguments
+from runner.config.overrides import as_typed, rewrite_arguments
 from runner.config.resolve import check_run_keys, register_schema, resolve_spec
 from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.distributed import torchrun
 from runner.rooms import install_rooms
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import quote_value
 from runner.utils.secrets import redact_override
 
 

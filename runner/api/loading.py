@@ -4,9 +4,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from runner.api.results import RunResult
 from runner.api.sweeps import SweepResult
 from runner.config.overrides import path_exists
-from runner.modes.result import RunResult
 from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import find_parent_run, report_folder
@@ -81,7 +81,7 @@ def _load_from_store(name: str, uri: str) -> RunResult | SweepResult:
     # Run ids are letters and digits; another name cannot be looked up as one.
     run = reader.run(name) if name.isalnum() else None
     if run is not None and run.tags.get("role") != "sweep":
-        return result_of_run(reader, run)
+        return RunResult.of(result_of_run(reader, run))
     try:
         parent = find_parent_run(reader, name)
     except ConfigError:

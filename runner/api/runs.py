@@ -14,14 +14,16 @@ from torch.utils.data import Dataset
 
 from runner.api.composition import check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
-from runner.checkpoint.locate import checkpoints_of_run
+from runner.api.results import RunResult
+from runner.checkpoint.checkpoint_file import checkpoints_of_run
 from runner.config.invocation import Invocation, given_keys, given_objects
 from runner.config.schema import AUTO, RunSpec
 from runner.distributed import torchrun
-from runner.modes.result import RunResult, result_line
+from runner.modes import result as run_result
 from runner.modes.run import run as run_spec
 from runner.precision.sessions import one_run
 from runner.sweeps.sweep_resume import final_result
+from runner.tracking.result_table import print_result, result_line
 from runner.training.callbacks.callback import RunCallback
 from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import ConfigError
@@ -81,9 +83,9 @@ def run(  # noqa: PLR0913
     objects = given_roles(
         model=model, data=data, loss=loss, optimizer=optimizer, collate=collate, callbacks=callbacks
     )
-    console = silent_console() if quiet else None
+    console = silent_console() if quiet else plain_console()
     # Before the command is composed, for Hydra's state is the process's, too.
-    print_line = partial((console or plain_console()).print, markup=False)
+    print_line = partial(console.print, markup=False)
     with folded_log() as log, one_run(print_line), given_objects(objects):
         if isinstance(what, RunSpec):
             if config_dir is not None:
@@ -97,12 +99,12 @@ def run(  # noqa: PLR0913
             invocation = replace(invocation, given=given_keys())
             result = _run_composed(spec, run_folder, invocation, console)
         log.fold_under(result_line(result))
-        return result
+        return RunResult.of(result)
 
 
 def _run_composed(
-    spec: RunSpec, folder: Path, invocation: Invocation, console: Console | None
-) -> RunResult:
+    spec: RunSpec, folder: Path, invocation: Invocation, console: Console
+) -> run_result.RunResult:
     """Run a composed command; a run with checkpoint.resume=auto that is finished has its result."""
     try:
         if spec.checkpoint.resume is None:
@@ -113,7 +115,7 @@ def _run_composed(
             finished = final_result(folder, invocation.overrides)
             if finished is not None:
                 return finished
-        return run_spec(spec, folder, invocation, console)
+        return run_spec(spec, folder, invocation, console, partial(print_result, console))
     except BaseException as error:
         if isinstance(error, Stopped):
             hint = f"Its folder is {folder}; it left no checkpoint."
@@ -139,8 +141,8 @@ def check_new_folder(folder: Path) -> None:
 
 
 def _run_given_spec(
-    spec: RunSpec, out: str | Path | None, objects: Mapping[str, Any], console: Console | None
-) -> RunResult:
+    spec: RunSpec, out: str | Path | None, objects: Mapping[str, Any], console: Console
+) -> run_result.RunResult:
     """Run a spec, with objects in place of its nodes."""
     if torchrun.process_rank().world_size > 1:
         raise ConfigError(

@@ -10,12 +10,12 @@ import torch
 
 from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
+from runner.api.results import RunResult
 from runner.api.runs import Data, Loss, Model, check_new_folder
 from runner.cli.main import call_hydra, check_config_dir, expand_resumed_sweep, interrupt_status
 from runner.config.invocation import given_objects
-from runner.config.overrides import quote_value, rewrite_arguments
+from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema
-from runner.modes.result import RunResult, table_rows
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.pages import advice_html
 from runner.sweeps.report.sweep_data import SweepData
@@ -23,8 +23,10 @@ from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.sweeps.sweep_resume import resume_command
 from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
+from runner.tracking.result_table import table_rows
 from runner.training.callbacks.callback import RunCallback
 from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.formatting import quote_value
 from runner.utils.lasting_output import lasting_output
 from runner.utils.markup import notebook_frame
 from runner.utils.notebook_log import folded_log
@@ -54,7 +56,7 @@ class SweepResult:
     @property
     def runs(self) -> list[RunResult]:
         """Return the results of the jobs, in the order in which the command asked for them."""
-        return self.data.results
+        return [RunResult.of(result) for result in self.data.results]
 
     @property
     def conclusion(self) -> str:

@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from runner.checkpoint import sharded_tensors
-from runner.checkpoint.locate import checkpoints_in
 from runner.config.schema import RunSpec
 from runner.config.signature import is_signed
-from runner.config.trusted_targets import SavedConfig, interpolation_problem
 from runner.utils.errors import ConfigError
-from runner.utils.files import check_values, check_version, write_with_torch
+from runner.utils.files import check_values, check_version, interpolation_problem, write_with_torch
 from runner.utils.tpu import is_tpu
 
 FORMAT = 2
@@ -240,11 +238,12 @@ class LoadedCheckpoint(NamedTuple):
     content: Mapping[str, Any]
     source: str = ""
 
-    def config(self, key: str) -> SavedConfig:
-        """Return the settings of the checkpoint's run, to be judged before any of them is called.
 
-        Args:
-            key: config key that names the checkpoint.
-        """
-        is_signed = is_signed_by_user(self.content)
-        return SavedConfig(self.content["spec"], self.path, key, is_signed)
+def checkpoints_of_run(run: Path) -> list[Path]:
+    """Return the checkpoints of a run by its folder, oldest first."""
+    return checkpoints_in(run / "checkpoints")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, oldest first; best.pt is a copy of one of them."""
+    return sorted(folder.glob("step-*.pt"))

@@ -7,6 +7,7 @@ Nothing in this module imports torch before a checkpoint is loaded: `runner repo
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.checkpoint.checkpoint_file import checkpoints_in, checkpoints_of_run
 from runner.tracking.reader import folder_of_run
 from runner.utils.errors import ConfigError
 from runner.utils.layout import MANIFEST
@@ -97,16 +98,6 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
             f"(outputs/runs/<time>), or the id of an MLflow run of this machine.{other}"
         )
     return checkpoints[::-1]
-
-
-def checkpoints_of_run(run: Path) -> list[Path]:
-    """Return the checkpoints of a run by its folder, oldest first."""
-    return checkpoints_in(run / "checkpoints")
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, oldest first; best.pt is a copy of one of them."""
-    return sorted(folder.glob("step-*.pt"))
 
 
 def newest_runs(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint import checkpoint_file, sharded_tensors
-from runner.checkpoint.locate import checkpoints_in
+from runner.checkpoint.checkpoint_file import checkpoints_in
 from runner.distributed.strategy import Strategy
 from runner.utils.errors import CheckpointError
 from runner.utils.files import os_error_reason

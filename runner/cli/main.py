@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
@@ -34,7 +35,6 @@ from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import (
     config_dir,
     existing_config_dir,
-    override_key,
     rewrite_arguments,
     shadowed_configs,
 )
@@ -53,6 +53,7 @@ from runner.sweeps.job_result import (
 )
 from runner.utils.errors import ConfigError, RunnerError, Unavailable
 from runner.utils.files import unreadable, write_text
+from runner.utils.formatting import override_key
 from runner.utils.lasting_output import lasting_output
 from runner.utils.layout import LOG
 from runner.utils.secrets import redact
@@ -389,17 +390,21 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
         import torch._dynamo  # noqa: F401
 
         from runner.modes.run import run
+        from runner.tracking.result_table import print_result
     if is_first:
         # Imported modules stay: no later collection has to look through them.
         gc.freeze()
     if not leaves_line:
-        return run(spec, folder, invocation)
+        from runner.utils.console import plain_console
+
+        console = plain_console()
+        return run(spec, folder, invocation, console, partial(print_result, console))
     from runner.sweeps.sweep_progress import job_label, print_job_line
     from runner.utils.console import JobConsole
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))
     with closing(JobConsole(folder / LOG, label, _is_trial())) as console:
-        result = run(spec, folder, invocation, console)
+        result = run(spec, folder, invocation, console, partial(print_result, console))
     print_job_line(folder)
     return result
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.config.overrides import override_key
 from runner.config.schema import RunSpec
-from runner.utils.formatting import shorten_override
+from runner.utils.formatting import override_key, shorten_override
 from runner.utils.terminal import quote_command
 
 KEYS = {

@@ -12,6 +12,7 @@ from runner.config.room import sections
 from runner.config.schema import RunSpec
 from runner.utils.errors import ConfigError
 from runner.utils.files import check_values, read_text
+from runner.utils.formatting import quote_value
 from runner.utils.layout import CONFIG
 
 _ALIAS = re.compile(r"(^|[\s,\[{])\*[^\s*]", re.MULTILINE)
@@ -230,16 +231,6 @@ SWEEP_KEYS = ("sweep.fail_fast", "sweep.verbose")
 _CALLBACK = "hydra.callbacks."
 
 
-def quote_value(text: str) -> str:
-    """Return a text as a quoted value of Hydra's grammar, which takes any character in it."""
-    escaped = _BEFORE_QUOTE.sub(lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
-    return f"'{escaped}'"
-
-
-# Hydra's grammar: in quotes, backslashes count as escapes only before a quote.
-_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
-
-
 def path_exists(path: str) -> bool:
     """Return whether a text names an existing file or folder, whatever text it is."""
     try:
@@ -265,11 +256,6 @@ def as_typed(text: str) -> str:
         return short
     typed = text.removeprefix("++")
     return typed if _NEW_KEYS.match(typed) else text
-
-
-def override_key(override: str) -> str:
-    """Return the key of an override, without its marks (`+`, `~`) and its value."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def config_dir(argv: Sequence[str]) -> Path | None:

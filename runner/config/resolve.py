@@ -26,10 +26,9 @@ from runner.config.hydra_plugins import REMOTE, register_plugins
 from runner.config.invocation import override_texts
 from runner.config.messages import explain, has_key, precisions_with_key, unknown_key
 from runner.config.room import sections
-from runner.config.schema import RunSpec
+from runner.config.schema import RunSpec, leaves
 from runner.utils.errors import ConfigError, refuse
 from runner.utils.layout import MANIFEST, RESULT
-from runner.utils.secrets import redact_values
 
 
 @cache
@@ -136,25 +135,6 @@ def folder_problems(hydra: DictConfig, kind: Literal["run", "sweep"]) -> Iterato
                 f"hydra.sweep.dir={folder} holds another sweep, or a run. Type another folder, or "
                 f"sweep.resume={folder} to continue that sweep."
             )
-
-
-def flatten(spec: RunSpec) -> dict[str, str]:
-    """Return the spec without secrets as dotted keys and strings, the form of MLflow's params."""
-    return {key: str(value) for key, value in leaves(redacted_dict(spec))}
-
-
-def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each leaf of a config; an empty mapping is one."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
-
-
-def redacted_dict(spec: RunSpec) -> dict[str, Any]:
-    """Return the spec as plain containers without secrets, to store or show it."""
-    return redact_values(spec.to_dict())
 
 
 KEY_PREFIX = "precision."

@@ -5,12 +5,13 @@ entry under Attributes is the text of its key in docs/commands.md, so it must be
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, TypeVar
 
 from runner.config.room import mode_named, modes
 from runner.utils.errors import nearest_names
+from runner.utils.secrets import redact_values
 
 T = TypeVar("T")
 
@@ -430,3 +431,22 @@ class RunSpec:
                 yield from section.problems(self)  # type: ignore[attr-defined]
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
+
+
+def flatten(spec: RunSpec) -> dict[str, str]:
+    """Return the spec without secrets as dotted keys and strings, the form of MLflow's params."""
+    return {key: str(value) for key, value in leaves(redacted_dict(spec))}
+
+
+def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of a config; an empty mapping is one."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def redacted_dict(spec: RunSpec) -> dict[str, Any]:
+    """Return the spec as plain containers without secrets, to store or show it."""
+    return redact_values(spec.to_dict())

@@ -6,7 +6,6 @@ runner's or torch's own, if the command names it, too, or if the file is signed 
 working directory can be imported from there.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -17,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint, is_signed_by_user
 from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.instantiation import text_targets
-from runner.config.resolve import leaves
+from runner.config.schema import leaves
 from runner.config.signature import describe_key_location
 from runner.config.targets import children, locate
 from runner.utils.errors import ConfigError, refuse
@@ -57,6 +57,17 @@ class SavedConfig(NamedTuple):
     is_signed: bool = False
 
 
+def checkpoint_config(saved: LoadedCheckpoint, key: str) -> SavedConfig:
+    """Return the settings of a checkpoint's run, to be judged before any of them is called.
+
+    Args:
+        saved: the checkpoint.
+        key: config key that names it.
+    """
+    is_signed = is_signed_by_user(saved.content)
+    return SavedConfig(saved.content["spec"], saved.path, key, is_signed)
+
+
 def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[str, Any]) -> None:
     """Refuse a file's untrusted targets, and secrets that were masked in it.
 
@@ -91,24 +102,6 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
             for name in masked_keys(group, node)
         ]
     refuse(problems)
-
-
-def interpolation_problem(content: Mapping[str, Any]) -> str:
-    """Return why a config that was read from a file is not resolved; empty where it may be.
-
-    A run writes resolved values. An interpolation in a file from elsewhere could read this
-    machine's environment (`${oc.env:...}`), or call a resolver.
-
-    Args:
-        content: plain containers, with the interpolations as they are written.
-
-    Raises:
-        TypeError, ValueError: the content holds what no config does.
-    """
-    # The values are searched and not the file's text: YAML has other spellings of a character.
-    if "${" in json.dumps(content):
-        return "holds an interpolation, which would be resolved here"
-    return ""
 
 
 def masked_keys(name: str, value: Any) -> Iterator[str]:

@@ -7,9 +7,9 @@
 | a dict, as Hugging Face's collators return it | KeywordInputs | the field of the labels |
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils._pytree import (
@@ -19,8 +19,12 @@ from torch.utils._pytree import (
     register_pytree_node,
 )
 
-from runner.data.splits import IGNORED_LABEL
 from runner.utils.errors import ConfigError
+
+# A prime above the number of epochs and of an epoch's batches: no two of them share a seed.
+_SEED_STRIDE = 1_000_003
+IGNORED_LABEL = -100
+"""The label of padding, which torch's cross entropy leaves out."""
 
 Batch = tuple[Any, Any]
 
@@ -145,3 +149,85 @@ PAIRS = BatchLayout()
 
 def _listed(batch: Sequence[str]) -> str:
     return ", ".join(map(str, batch)) or "(none)"
+
+
+class StartingPoint(NamedTuple):
+    """Point in the training data where a run begins or is resumed.
+
+    Attributes:
+        step: optimizer steps that were taken.
+        epoch: passes that were begun, from 1.
+        reads: examples of this pass that were taken, and in batches of which size, in order.
+    """
+
+    step: int = 0
+    epoch: int = 1
+    reads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def examples(self) -> int:
+        """Return the examples of the pass that were taken, in all processes."""
+        return sum(taken for taken, _ in self.reads)
+
+
+FIRST_STEP = StartingPoint()
+
+
+class BatchLoader(Protocol):
+    """What the loop asks of a data set's batches, whether it has indices or is a stream.
+
+    Attributes:
+        batch_size: examples in a micro-batch, in all processes.
+        seed: of what is drawn at random.
+        start: where the run begins to train on these data.
+    """
+
+    batch_size: int
+    seed: int
+    start: StartingPoint
+
+    @property
+    def epoch_examples(self) -> int | None:
+        """Return the examples of an epoch; None for a stream, whose length is not known."""
+        ...
+
+    def epoch(self, epoch: int, taken: int = 0) -> Iterator[Batch]:
+        """Return the micro-batches of an epoch after the examples that are taken already."""
+        ...
+
+    def examples_in(self, first: int) -> int:
+        """Return how many examples the micro-batch from this one on has, in all processes."""
+        ...
+
+
+def steps_of_epoch(loader: BatchLoader, accumulate: int, taken: int = 0) -> int:
+    """Return the optimizer steps of an epoch, of whose examples the first `taken` are left out."""
+    examples = loader.epoch_examples
+    assert examples is not None  # a stream is refused without train.max_steps
+    batches = -(-max(0, examples - taken) // loader.batch_size)
+    return -(-batches // accumulate)
+
+
+def ends_epoch(loader: BatchLoader, accumulate: int, step: int) -> bool:
+    """Return whether an epoch ends with a step; False for a stream, whose length is not known."""
+    if loader.epoch_examples is None:
+        return False
+    beyond = step - loader.start.step - steps_of_epoch(loader, accumulate, loader.start.examples)
+    return beyond >= 0 and beyond % steps_of_epoch(loader, accumulate) == 0
+
+
+def epoch_seed(seed: int, epoch: int, use: int = 0) -> int:
+    """Return the seed of an epoch; epochs of another use share none with it."""
+    return seed * _SEED_STRIDE + epoch + use * 2**40
+
+
+def batch_seed(seed: int, epoch: int, number: int, use: int = 0) -> int:
+    """Return the seed of a batch.
+
+    Args:
+        seed: of the run.
+        epoch: that the batch belongs to.
+        number: of the batch in its epoch, from 0.
+        use: what is drawn, or which process draws it.
+    """
+    return (epoch_seed(seed, epoch, use) * _SEED_STRIDE + number) % 2**63

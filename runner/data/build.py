@@ -17,12 +17,12 @@ from runner.config.instantiation import data_target_node, target_name
 from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, build_value
-from runner.data.batch_layout import PAIRS
+from runner.data.batch_layout import IGNORED_LABEL, PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.fingerprint import fact_problems, learned_facts
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
-from runner.data.splits import IGNORED_LABEL, RunData, RunSets, TextPairs, label_remedy, set_labels
+from runner.data.splits import RunData, RunSets, TextPairs, label_remedy, set_labels
 from runner.data.stream_loader import (
     DatasetLoader,
     StreamLoader,

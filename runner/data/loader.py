@@ -21,16 +21,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.config.schema import AUTO
-from runner.data.batch_layout import PAIRS, Batch, BatchLayout
-from runner.data.collate import CollateFailure, Collator, collate, makes_batches
-from runner.data.sampling import (
+from runner.data.batch_layout import (
     FIRST_STEP,
-    SamplerOrder,
+    PAIRS,
+    Batch,
+    BatchLayout,
     StartingPoint,
     batch_seed,
     epoch_seed,
-    restored_random_state,
 )
+from runner.data.collate import CollateFailure, Collator, collate, makes_batches
+from runner.data.sampling import SamplerOrder, restored_random_state
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
 from runner.utils.errors import ConfigError

@@ -11,8 +11,6 @@ from torch.utils.data import Dataset, TensorDataset
 from runner.utils.errors import ConfigError, refuse
 
 _Set = TypeVar("_Set")
-IGNORED_LABEL = -100
-"""The label of padding, which torch's cross entropy leaves out."""
 
 
 class Splits(NamedTuple):

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runner.data.batch_layout import Batch
+from runner.data.batch_layout import Batch, steps_of_epoch
 from runner.data.loader import Loader
-from runner.data.sampling import steps_of_epoch
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from runner.config.instantiation import target_name
 from runner.config.room import mode_named
 from runner.config.schema import RunSpec
-from runner.data.batch_layout import Batch
+from runner.data.batch_layout import FIRST_STEP, Batch, StartingPoint, batch_seed
 from runner.data.collate import collate, error_with_line
 from runner.data.loader import (
     DEFAULT_OPTIONS,
@@ -31,7 +31,7 @@ from runner.data.loader import (
     move_batches,
     unchanged,
 )
-from runner.data.sampling import FIRST_STEP, StartingPoint, batch_seed, restored_random_state
+from runner.data.sampling import restored_random_state
 from runner.data.value_hash import value_digest
 from runner.data.workers import init_worker, wait_for_batch
 from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank

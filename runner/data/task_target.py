@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -19,33 +18,13 @@ from runner.config.targets import (
     value_problems,
     without_runner_keys,
 )
+from runner.training.tasks.task import TaskAdditions
 from runner.utils.errors import ConfigError
 
 DIRECTIONS: Mapping[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
 """The values of task.direction."""
 
 _NAME = re.compile(r"\w[\w.-]*")
-
-
-@dataclass(frozen=True)
-class TaskAdditions:
-    """Objects that the keys of the task group name which fit every task.
-
-    Attributes:
-        metrics: objects of torchmetrics.Metric, by the names under which they are recorded.
-        quality: name of the metric that runs are compared by, "val/..."; None for the task's own.
-        direction: whichever of it is better; None where it follows from the metric.
-        hook: called after each evaluation with the model and an EvaluationInfo; None for none.
-        hook_name: the dotted path of the hook.
-        whole_batch: whether the loss is of the batch as a whole; None for what the task says.
-    """
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    quality: str | None = None
-    direction: Literal["max", "min"] | None = None
-    hook: Callable[..., Any] | None = None
-    hook_name: str = ""
-    whole_batch: bool | None = None
 
 
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING
 
-from runner.config.overrides import override_key, quote_value
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import override_key, quote_value
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

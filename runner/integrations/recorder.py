@@ -21,7 +21,7 @@ from uuid import uuid4
 import yaml
 
 from runner.config.invocation import Invocation
-from runner.config.resolve import leaves
+from runner.config.schema import leaves
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.integrations.steps import StepReader, StepRecords, restore_summary
@@ -33,14 +33,15 @@ from runner.integrations.training_source import (
     step_dtypes,
     substitution_text,
 )
-from runner.modes import notes, run_metadata
-from runner.modes.result import RunResult, Status, print_result
+from runner.modes import run_metadata
+from runner.modes.result import RunResult, Status
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
 from runner.precision.conversion_report import ConversionReport
 from runner.sweeps.manifest import Manifest
-from runner.tracking import history
+from runner.tracking import history, notes
 from runner.tracking.journal import has_live_owner, latest_journal
 from runner.tracking.mlflow import MlflowTracker
+from runner.tracking.result_table import print_result
 from runner.tracking.tracker import RunInfo, RunOutput, Tracker
 from runner.tracking.tracker import Status as StoreStatus
 from runner.training.callbacks.callback import RunCallback, RunHandle

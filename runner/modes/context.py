@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +12,14 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.invocation import Invocation
 from runner.config.room import Mode, mode_named
 from runner.config.schema import RunSpec
-from runner.distributed.strategy import Strategy
+from runner.distributed.strategy import Single, Strategy
 from runner.distributed.torchrun import ProcessRank
+from runner.modes.context import TrainingSetup
 from runner.modes.result import RunResult
 from runner.precision.contract import Precision
 from runner.precision.conversion_report import ConversionReport
 from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.callback import RunCallback
-from runner.training.setup import TrainingSetup
 from runner.training.tasks.task import Task
 from runner.utils.accelerator import Accelerator
 from runner.utils.reproducibility import make_deterministic, seed_all
@@ -111,12 +112,14 @@ class PlannedRun(NamedTuple):
             one.
         spec: with the checkpoint's settings where none was typed.
         invocation: what was typed, and the names of the options.
+        changes: settings of a training that differ from its checkpoint's, as `old -> new`.
     """
 
     folder: Path
     saved: LoadedCheckpoint | None
     spec: RunSpec
     invocation: Invocation
+    changes: Mapping[str, str] = MappingProxyType({})
 
 
 class RunOutcome(NamedTuple):
@@ -175,3 +178,22 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         experiment=getattr(run.tracker, "experiment", ""),
         **summary,
     )
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """The parts of a run that exist before its model does.
+
+    Attributes:
+        spec: the run's config; its optimizer, scheduler and train sections are read.
+        precision: converts the model and makes the loss scale.
+        task: loss and metrics.
+        device: where the model computes.
+        strategy: how the processes of the run share the model.
+    """
+
+    spec: RunSpec
+    precision: Precision
+    task: Task
+    device: torch.device
+    strategy: Strategy = field(default_factory=Single)

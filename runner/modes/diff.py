@@ -31,7 +31,7 @@ from runner.config.overrides import DTYPE_PRECISIONS, PRECISION_ALIASES, path_ex
 from runner.config.resolve import resolve_spec
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
-from runner.config.trusted_targets import SavedConfig, interpolation_problem
+from runner.config.trusted_targets import SavedConfig
 from runner.data.batch_layout import Batch
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_report import (
@@ -57,7 +57,14 @@ from runner.diagnostics.divergence.reference import (
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.diagnostics.divergence.tensor_error import log_probability_error
 from runner.diagnostics.room import DiffSpec
-from runner.modes.context import PlannedRun, RunContext, RunOutcome, build_result, prepare_process
+from runner.modes.context import (
+    PlannedRun,
+    RunContext,
+    RunOutcome,
+    TrainingSetup,
+    build_result,
+    prepare_process,
+)
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.replay import checkpoint_before_step, states_before
 from runner.modes.saved_run import (
@@ -75,12 +82,11 @@ from runner.precision.conversion_report import ConversionReport
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.model import build_model, restore_model, restore_precision_state
-from runner.training.setup import TrainingSetup
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.files import read_json
+from runner.utils.files import interpolation_problem, read_json
 from runner.utils.formatting import now_ms, relative_path
 from runner.utils.layout import CONFIG, RESULT
 from runner.utils.reproducibility import seed_all

@@ -15,6 +15,7 @@ import torch
 from runner.checkpoint import checkpoint_file, locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.instantiation import TASK_KEYS
+from runner.config.trusted_targets import checkpoint_config
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -63,7 +64,7 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
         raise ConfigError("mode=evaluate takes the checkpoint's adapter. Leave adapter= out.")
     groups = ("model", "adapter", "data", "task", "precision")
     # A key within a group that was typed changes the checkpoint's group.
-    config = saved.config("checkpoint")
+    config = checkpoint_config(saved, "checkpoint")
     typed = typed_overrides(invocation, config.values)
     untyped = [key for key in groups if key not in typed]
     nodes = {key: config.values.get(key, {}) for key in untyped}

@@ -16,6 +16,7 @@ from torch import nn
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.data.sampling import restored_random_state
+from runner.modes.context import TrainingSetup
 from runner.precision.casting import CastCacheWatch
 from runner.precision.contract import ConversionPlan
 from runner.precision.conversion_proof import prove_model
@@ -29,7 +30,7 @@ from runner.training.model import (
     restore_precision_state,
 )
 from runner.training.model_call import call_model
-from runner.training.setup import TrainingSetup, build_state
+from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.utils.errors import RunnerError
 from runner.utils.modules import set_training

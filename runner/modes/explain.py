@@ -13,7 +13,7 @@ from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import NumericsSnapshot
-from runner.modes.context import RunContext, prepare_process
+from runner.modes.context import RunContext, TrainingSetup, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.startup import try_batch
 from runner.precision.conversion import ROOT_NAME
@@ -24,7 +24,6 @@ from runner.precision.layers.experts import Experts, expert_parts, stack_names
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
-from runner.training.setup import TrainingSetup
 from runner.training.step import backpropagate, examples_in, loss_of
 from runner.utils.formatting import format_number
 from runner.utils.modules import select_modules, set_training

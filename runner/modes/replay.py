@@ -17,8 +17,7 @@ import torch
 from rich.table import Table
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.checkpoint.locate import checkpoints_of_run
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
 from runner.config.invocation import Invocation
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group
@@ -36,7 +35,7 @@ from runner.diagnostics.nonfinite_trace import (
     first_nonfinite,
 )
 from runner.diagnostics.saved_batch import SavedBatch
-from runner.modes.context import PlannedRun, RunContext
+from runner.modes.context import PlannedRun, RunContext, TrainingSetup
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
@@ -53,7 +52,6 @@ from runner.training.loop import (
 )
 from runner.training.model import build_model, keeps_adapter
 from runner.training.own_state import OwnState, saved_state
-from runner.training.setup import TrainingSetup
 from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import backpropagate, examples_in, loss_of, train_step

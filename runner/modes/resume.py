@@ -14,11 +14,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from runner.checkpoint import checkpoint_file, locate
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
 from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec
 from runner.config.schema import AUTO, RunSpec
 from runner.config.targets import GROUP_KEYS
+from runner.config.trusted_targets import checkpoint_config
 from runner.distributed.strategy import Strategy
 from runner.modes.context import PlannedRun
 from runner.modes.result import RunResult
@@ -96,7 +97,7 @@ def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun
     """
     out = plan.folder
     invocation = plan.invocation
-    files = locate.checkpoints_of_run(out)
+    files = checkpoints_of_run(out)
     notes: list[str] = []
     resumed = None
     reason = ""
@@ -109,11 +110,9 @@ def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun
             if len(notes) < len(files):
                 raise
             reason = f"starts over: {error}"
-    if resumed and resumed.saved and invocation.sweep:
-        changed = changed_settings(resumed.spec, resumed.saved)
-        if changed:
-            resumed = None
-            reason = f"starts over: it was another job: {changed}"
+    if resumed and resumed.changes and invocation.sweep:
+        reason = f"starts over: it was another job: {resumed.changes}"
+        resumed = None
     if files and resumed is None:
         checkpoint_file.rename_superseded(out / "checkpoints", -1)
     for line in notes:
@@ -154,7 +153,7 @@ def _plan_from(plan: PlannedRun, where: str, notes: list[str]) -> PlannedRun:
     waits = plan.spec.checkpoint.resume == AUTO
     merged = with_run_store(merged, folder, invocation, waits, store_notes.append)
     notes += store_notes
-    return PlannedRun(folder, saved, merged, invocation)
+    return PlannedRun(folder, saved, merged, invocation, changed_settings(merged, saved))
 
 
 def _merge_spec(
@@ -181,7 +180,7 @@ def _merge_spec(
         # A preset sets keys anywhere, so which of the checkpoint's keys would be meant to stay
         # cannot be known: the command's spec counts as a whole.
         return spec, invocation
-    config = saved.config("checkpoint.resume")
+    config = checkpoint_config(saved, "checkpoint.resume")
     composed = invocation.composed_config or spec.to_dict()
     # checkpoint.path belongs to mode=evaluate.
     checkpoint = {**composed["checkpoint"], **config.values.get("checkpoint", {}), "path": None}
@@ -234,7 +233,7 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
             notes.append(f"skipped {run}: a command is at work there")
         elif _is_finished(run):
             notes.append(f"skipped {run}: it is finished")
-        elif locate.checkpoints_of_run(run):
+        elif checkpoints_of_run(run):
             return run
         else:
             notes.append(f"skipped {run}: it has no checkpoint")

@@ -5,31 +5,34 @@ the mode, close the record, print and write the result. A mode's module is impor
 names the mode.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, rename_superseded
 from runner.config.invocation import Invocation
-from runner.config.resolve import flatten
 from runner.config.room import build_part, check_spec, mode_named, spec_problems
-from runner.config.schema import RunSpec
+from runner.config.schema import RunSpec, flatten
 from runner.config.targets import build_group
 from runner.distributed import torchrun
 from runner.distributed.strategy import Strategy
-from runner.modes import notes, resume, run_metadata
+from runner.modes import run_metadata
 from runner.modes.context import PlannedRun, RunContext, process_folder
-from runner.modes.result import RunResult, print_result
+from runner.modes.result import RunResult
 from runner.precision.sessions import one_run
 from runner.tracking import journal
-from runner.tracking.tracker import ProcessJournal, RunInfo, Status, Tracker
-from runner.tracking.upload_state import stored_run_id
+from runner.tracking.tracker import (
+    Console,
+    ProcessJournal,
+    RunInfo,
+    RunPage,
+    SilentConsole,
+    Status,
+    Tracker,
+)
 from runner.utils.accelerator import Accelerator, choose_accelerator
-from runner.utils.console import plain_console, silent_console
 from runner.utils.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
 from runner.utils.files import check_links, folder_lock, os_error_reason, unreadable, write_json
 from runner.utils.formatting import relative_path
@@ -40,7 +43,11 @@ from runner.utils.stop_signals import Stopped, StopSignals
 
 
 def run(
-    spec: RunSpec, out: Path, invocation: Invocation | None = None, console: Console | None = None
+    spec: RunSpec,
+    out: Path,
+    invocation: Invocation,
+    console: Console,
+    show: Callable[[RunResult], None] = lambda result: None,
 ) -> RunResult:
     """Run one spec in its mode.
 
@@ -48,7 +55,8 @@ def run(
         spec: what to run.
         out: the run's folder; it is created.
         invocation: what was typed, and how the run is labelled.
-        console: where progress and the summary are printed.
+        console: where progress is printed.
+        show: prints the result, also where the store then turns out to have refused the run.
 
     Raises:
         ConfigError: the config cannot run; the message names every problem found.
@@ -56,18 +64,22 @@ def run(
         Stopped: a signal ended the run, after a checkpoint.
     """
     strategy: Strategy = build_group("strategy", spec.strategy)
-    console = console or plain_console()
     # Around everything: the processes must agree from the choice of the folder on.
     with one_run(partial(console.print, markup=False, soft_wrap=True)), strategy.session():
-        return _run(spec, out, invocation or Invocation(), console, strategy)
+        result, context = _run(spec, out, invocation, console, strategy)
+        if context.mode.is_recorded:
+            if strategy.rank.is_main:
+                show(result)
+            _check_end(context, result)
+        return result
 
 
 def _run(
     spec: RunSpec, out: Path, invocation: Invocation, console: Console, strategy: Strategy
-) -> RunResult:
+) -> tuple[RunResult, RunContext]:
     rank = strategy.rank
     if not rank.is_main:
-        console = silent_console()  # the first process prints for all
+        console = SilentConsole()  # the first process prints for all
     say = partial(console.print, markup=False, soft_wrap=True)
     plan = PlannedRun(out, None, spec, invocation)
     try:
@@ -97,12 +109,9 @@ def _run(
                     device=context.accelerator.name,
                 )
                 result.write(out)
-                return result
-        result = _run_tracked(context, plan.saved)
-    result = result.with_store_ids(context.tracker)
-    print_result(console, result)
-    _check_end(context, result)
-    return result
+                return result, context
+        result = _run_tracked(context, plan)
+    return result.with_store_ids(context.tracker), context
 
 
 def _complete_plan(plan: PlannedRun, say: Callable[[str], None], strategy: Strategy) -> PlannedRun:
@@ -153,37 +162,31 @@ def _build_context(
     )
 
 
-def _run_tracked(context: RunContext, saved: LoadedCheckpoint | None) -> RunResult:
-    """Run a mode that is recorded in the store.
-
-    Args:
-        context: the run's parts.
-        saved: the checkpoint that a training continues from, or that an evaluation evaluates.
-    """
-    resumed = saved if context.mode.trains else None
-    info = _run_info(context, resumed)
-    resumed_note = notes.resumed_note(info.step, info.changes) if resumed else ""
-    with _tracked(context, info, resumed_note):
-        outcome = context.mode.run(context, saved)
+def _run_tracked(context: RunContext, plan: PlannedRun) -> RunResult:
+    """Run a mode that is recorded in the store."""
+    resumed = plan.saved if context.mode.trains else None
+    info = _run_info(context, resumed, plan.changes)
+    page = RunPage(context.invocation.command_text(), info if resumed else None)
+    with _tracked(context, info, page):
+        outcome = context.mode.run(context, plan.saved)
         assert outcome is not None  # of a mode that is recorded
         result, report = outcome
         context.signals.check()
         result.log_cost(context.tracker)
         with suppress(OSError):  # _check_end writes it again, when the journal may have made room
             context.tracker.artifact(result.write(context.out))
-        note = notes.finished_note(context.invocation.command_text(), result, report)
-        context.tracker.note(note + resumed_note)
+        context.tracker.describe(replace(page, status="FINISHED", result=result, report=report))
     return result
 
 
 @contextmanager
-def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[None]:
+def _tracked(context: RunContext, info: RunInfo, page: RunPage) -> Iterator[None]:
     """Open the run in the store, and close it with the status that the run really had.
 
     Args:
         context: the run's parts.
         info: what the store is given.
-        resumed_note: where the run resumed, for its page; empty for one that starts.
+        page: what the store shows while the run runs.
 
     Raises:
         ConfigError: the folder takes no files.
@@ -211,20 +214,22 @@ def _tracked(context: RunContext, info: RunInfo, resumed_note: str) -> Iterator[
             "hydra.sweep.dir=<folder>)."
         ) from error
     try:
-        tracker.note(notes.running_note(context.invocation.command_text()) + resumed_note)
+        tracker.describe(page)
         tracker.artifact(context.out / CONFIG)
         tracker.artifact(context.out / ENVIRONMENT)
         yield
     except (Stopped, KeyboardInterrupt) as error:
-        _close(context, resumed_note, "KILLED", str(error) or "Interrupted.")
+        _close(context, page, "KILLED", str(error) or "Interrupted.")
         raise
     except BaseException as error:
-        _close(context, resumed_note, "FAILED", redact(f"{type(error).__name__}: {error}"))
+        _close(context, page, "FAILED", redact(f"{type(error).__name__}: {error}"))
         raise
     tracker.close("FINISHED", stopped=context.signals.is_stop_requested)
 
 
-def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
+def _run_info(
+    context: RunContext, resumed: LoadedCheckpoint | None, changes: Mapping[str, str]
+) -> RunInfo:
     """Return what the store is given when the run is opened there."""
     spec = context.spec
     invocation = context.invocation
@@ -248,21 +253,19 @@ def _run_info(context: RunContext, resumed: LoadedCheckpoint | None) -> RunInfo:
     info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=invocation.sweep)
     earlier = journal.latest_journal(context.out)
     if resumed is not None:
-        changes = resume.changed_settings(spec, resumed)
         return replace(info, continues=earlier, step=resumed.content["step"], changes=changes)
     # A run that should have been resumed and had no checkpoint starts over, as a new run.
     if earlier is None or not spec.checkpoint.resume:
         return info
     # The store may open the earlier run later than this one, which can name its journal alone.
     start, _ = next(journal.read_records(earlier), ({}, 0))
-    superseded = stored_run_id(earlier) or start.get("id")
+    superseded = context.tracker.stored_id(earlier) or start.get("id")
     return replace(info, tags=tags | {"supersedes": superseded}) if superseded else info
 
 
-def _close(context: RunContext, resumed_note: str, status: Status, error: str) -> None:
+def _close(context: RunContext, page: RunPage, status: Status, error: str) -> None:
     with suppress(TrackingError):  # an error of the store must not hide why the run ended
-        note = notes.failed_note(context.invocation.command_text(), status, error)
-        context.tracker.note(note + resumed_note)
+        context.tracker.describe(replace(page, status=status, error=error))
     context.tracker.close(status, error, context.signals.is_stop_requested)
 
 

@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 
 from runner.config import signature
 from runner.config.invocation import Invocation
-from runner.config.resolve import redacted_dict
-from runner.config.schema import RunSpec
+from runner.config.schema import RunSpec, redacted_dict
 from runner.utils.files import write_json, write_text
 from runner.utils.layout import CONFIG, GIT_KEYS, SIGNATURE
 

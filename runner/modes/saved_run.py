@@ -20,23 +20,24 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.invocation import Invocation
-from runner.config.overrides import override_key
-from runner.config.resolve import flatten, resolve_spec
-from runner.config.schema import RunSpec
+from runner.config.resolve import resolve_spec
+from runner.config.schema import RunSpec, flatten
 from runner.config.signature import describe_key_location, is_signed
-from runner.config.trusted_targets import (
-    SavedConfig,
-    check_trusted,
-    interpolation_problem,
-    masked_keys,
-)
+from runner.config.trusted_targets import SavedConfig, check_trusted, masked_keys
 from runner.distributed import torchrun
 from runner.tracking import journal
 from runner.tracking.pending import JournalStore, journal_store
 from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
 from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.files import MAX_CONFIG_BYTES, check_values, read_json, read_text
+from runner.utils.files import (
+    MAX_CONFIG_BYTES,
+    check_values,
+    interpolation_problem,
+    read_json,
+    read_text,
+)
+from runner.utils.formatting import override_key
 from runner.utils.layout import CONFIG, SIGNATURE
 from runner.utils.secrets import redact
 

@@ -18,7 +18,7 @@ from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model, starting_model
-from runner.modes.result import TIME_LIMIT, RunResult, print_result
+from runner.modes.result import TIME_LIMIT, RunResult
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,
@@ -44,6 +44,7 @@ from runner.modes.training_outputs import (
     wants_model_folders,
 )
 from runner.precision.loss_scale import watch_gradient_calls
+from runner.tracking.result_table import print_result
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.expert_loads import ExpertLoads

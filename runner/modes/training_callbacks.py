@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.checkpoint.locate import checkpoints_in
+from runner.checkpoint.checkpoint_file import LoadedCheckpoint, checkpoints_in
 from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
 from runner.data.fingerprint import learned_facts
 from runner.data.sampling import restored_random_state

@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register_resolver
 from runner.config.invocation import Invocation, given_keys, override_texts
-from runner.config.overrides import as_typed, override_key
+from runner.config.overrides import as_typed
 from runner.config.resolve import KEY_PREFIX
 from runner.sweeps.manifest import Manifest
+from runner.utils.formatting import override_key
 from runner.utils.layout import MANIFEST
 from runner.utils.secrets import redact_override
 

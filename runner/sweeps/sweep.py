@@ -24,8 +24,7 @@ from rich.console import Console
 from runner.config.invocation import override_texts
 from runner.config.overrides import without_program_options
 from runner.config.targets import build_group
-from runner.modes import notes
-from runner.modes.result import RunResult, page_lines
+from runner.modes.result import RunResult
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.columns import advice_table, sweep_table
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
@@ -35,8 +34,10 @@ from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_command, with_longer_lists
 from runner.sweeps.verdict.answer import Reason
+from runner.tracking import notes
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
 from runner.tracking.journal import latest_journal
+from runner.tracking.result_table import page_lines
 from runner.tracking.tracker import RunInfo, Status, Tracker
 from runner.utils.console import plain_console, without_numbers
 from runner.utils.errors import RunnerError

@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from runner.modes.result import UNTRIED, RunResult, read_results, result_line
+from runner.modes.result import UNTRIED, RunResult
 from runner.sweeps.manifest import Manifest
+from runner.tracking.result_table import read_results, result_line
 from runner.utils.console import plain_console, without_numbers
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import format_duration, now_ms

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracking.tracker import NOTE_TAG, MetricRecord, Status, encode_json, metrics_line
-from runner.tracking.upload_state import STATE_FILE_BYTES
 from runner.utils.files import open_output
 from runner.utils.formatting import now_ms
+
+STATE_FILE_BYTES = 4096
+"""Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from runner.config.resolve import leaves
+from runner.config.schema import leaves
 from runner.config.signature import sign
 from runner.tracking import dashboard
 from runner.tracking.journal import Journal
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.tracker import NOTE_TAG, MetricRecord, RunInfo, Status, StopRequested, Tracker
-from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
+from runner.tracking.notes import page_note
+from runner.tracking.tracker import (
+    NOTE_TAG,
+    MetricRecord,
+    RunInfo,
+    RunPage,
+    Status,
+    StopRequested,
+    Tracker,
+)
+from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState, stored_run_id
 from runner.tracking.uri import check_store, resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
 from runner.utils.errors import ConfigError, TrackingError
@@ -141,6 +150,12 @@ class MlflowTracker(Tracker):
     def note(self, markdown: str) -> None:
         text = f"{self.own_note}\n\n{markdown}" if self.own_note else markdown
         self._open_journal().append("tags", values={NOTE_TAG: text})
+
+    def describe(self, page: RunPage) -> None:
+        self.note(page_note(page))
+
+    def stored_id(self, journal: Path) -> str | None:
+        return stored_run_id(journal)
 
     def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         self._open_journal().append("inputs", datasets=list(datasets))

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from runner.utils.files import open_output, os_error_reason, prepare_output, write_json, write_text
 from runner.utils.formatting import relative_path
 from runner.utils.layout import METRICS, RANK_RECORD
 from runner.utils.secrets import redact
+
+if TYPE_CHECKING:
+    from runner.modes.result import RunResult
+    from runner.precision.conversion_report import ConversionReport
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
@@ -69,6 +71,55 @@ class RunInfo:
     changes: Mapping[str, str] = field(default_factory=dict)
 
 
+class Console(Protocol):
+    """Where lines and tables are printed. A rich.console.Console is one."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Return whether a person sees the lines, not a file or a pipe."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Return the characters of a line."""
+        ...
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print texts and tables, with the options of rich."""
+        ...
+
+
+class SilentConsole:
+    """A console whose output nobody sees: the main process prints for all."""
+
+    is_terminal = False
+    width = 80
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print nothing."""
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """The facts that the page of a run shows beside its metrics.
+
+    Attributes:
+        command: the command line or the call of the Python API that repeats the run.
+        resumed: what the store was given of a run that is resumed; None for one that starts.
+        status: of a run that has ended; None while it runs.
+        error: why it failed or was stopped.
+        result: of a run that finished.
+        report: its conversion, as proven.
+    """
+
+    command: str
+    resumed: RunInfo | None = None
+    status: Status | None = None
+    error: str = ""
+    result: "RunResult | None" = None
+    report: "ConversionReport | None" = None
+
+
 class Tracker(ABC):
     """The record of one run. No method waits for the store, except close and check_store.
 
@@ -94,6 +145,13 @@ class Tracker(ABC):
 
     def note(self, markdown: str) -> None:
         """Set or replace the text that the store shows with the run."""
+
+    def describe(self, page: RunPage) -> None:
+        """Set or replace that text by the facts that it tells."""
+
+    def stored_id(self, journal: Path) -> str | None:
+        """Return the store's id of an earlier journal's run; None if the store never opened it."""
+        return None
 
     def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Record the data sets of the run, see runner.data.fingerprint."""

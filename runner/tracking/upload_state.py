@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from runner.config.signature import sign
+from runner.tracking.journal import STATE_FILE_BYTES
 from runner.utils.files import open_output
 
-STATE_FILE_BYTES = 4096
-"""Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""
 STORE_SIGNATURE_PURPOSE = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
 _TEXT_BYTES = 500

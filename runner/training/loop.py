@@ -18,13 +18,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from runner.config.schema import TrainSpec
-from runner.data.batch_layout import Batch
-from runner.data.sampling import BatchLoader, batch_seed, ends_epoch, steps_of_epoch
+from runner.data.batch_layout import Batch, BatchLoader, batch_seed, ends_epoch, steps_of_epoch
 from runner.training.records import EvalRecord, Record, RecordBuffer
 from runner.training.state import EvaluationCall, TrainState
 from runner.training.step import join_batch, train_step
 from runner.training.tasks.task import Task
-from runner.training.tasks.tensor_task import TrainingLoss
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import now_ms
 from runner.utils.modules import set_training
@@ -283,7 +281,7 @@ def evaluation_mode(
     set_evaluation_mode(model, task)
     # Those that a module, the task or its loss keeps, too.
     holders = [model, task, *vars(task).values()]
-    holders += [part.loss for part in holders if isinstance(part, TrainingLoss)]
+    holders += [part.loss for part in holders if hasattr(part, "loss")]
     parts = [[*h.modules()] if isinstance(h, nn.Module) else [h] for h in holders]
     attributes = [getattr(part, "__dict__", None) for part in chain(*parts)]
     with seeded(seed, device, tree_leaves(attributes)):

@@ -29,7 +29,7 @@ from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, locate, target_arguments
-from runner.config.trusted_targets import check_trusted
+from runner.config.trusted_targets import check_trusted, checkpoint_config
 from runner.data.build import build_data, build_run_loaders
 from runner.distributed.strategy import Strategy
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
@@ -245,7 +245,7 @@ def _load_plain_weights(
             "precision=bf16-mixed."
         )
     # The adapter's target comes from the file: it is judged before anything is imported by it.
-    config = saved.config("checkpoint")
+    config = checkpoint_config(saved, "checkpoint")
     check_trusted(config, ["adapter"], spec.to_dict())
     adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.

@@ -6,7 +6,6 @@ that assembled its optimizer in another order than training would not be bit-exa
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from inspect import signature
 from math import isfinite
 from typing import Any
@@ -18,7 +17,8 @@ from torch.optim import Optimizer
 
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate, locate, runner_keys, without_runner_keys
-from runner.distributed.strategy import Single, Strategy, is_sharded
+from runner.distributed.strategy import is_sharded
+from runner.modes.context import TrainingSetup
 from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
 from runner.precision.gradients import finish_gradients
 from runner.precision.weight_updates import Nearest
@@ -42,7 +42,6 @@ from runner.training.state import (
     TrainState,
     sparse_parameters,
 )
-from runner.training.tasks.task import Task
 from runner.training.weight_average import OptimizerModes, WeightAverage, has_modes
 from runner.utils.errors import ConfigError, first_line, refuse
 from runner.utils.formatting import first_names
@@ -441,25 +440,6 @@ def check_arguments(spec: RunSpec) -> None:
         # Constructors check their own keywords alone, so each group's options are tried as such.
         for i, options in enumerate(entry_options(node)):
             build_optimizer(f"{key}.groups.{i}", {**node, **options}, dummy)
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """The parts of a run that exist before its model does.
-
-    Attributes:
-        spec: the run's config; its optimizer, scheduler and train sections are read.
-        precision: converts the model and makes the loss scale.
-        task: loss and metrics.
-        device: where the model computes.
-        strategy: how the processes of the run share the model.
-    """
-
-    spec: RunSpec
-    precision: Precision
-    task: Task
-    device: torch.device
-    strategy: Strategy = field(default_factory=Single)
 
 
 def build_state(

@@ -20,10 +20,9 @@ from runner.checkpoint.checkpoint_file import (
     LoadedCheckpoint,
     shards_folder,
 )
-from runner.config.resolve import redacted_dict
-from runner.config.schema import RunSpec
+from runner.config.schema import RunSpec, redacted_dict
 from runner.config.signature import sign
-from runner.data.sampling import FIRST_STEP, StartingPoint
+from runner.data.batch_layout import FIRST_STEP, StartingPoint
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training import schedules

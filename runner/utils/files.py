@@ -410,3 +410,21 @@ def _lock(file: int, wait: bool = False) -> bool:
     except OSError:
         pass  # a file system without locks: work without one
     return True
+
+
+def interpolation_problem(content: Mapping[str, Any]) -> str:
+    """Return why a config that was read from a file is not resolved; empty where it may be.
+
+    A run writes resolved values. An interpolation in a file from elsewhere could read this
+    machine's environment (`${oc.env:...}`), or call a resolver.
+
+    Args:
+        content: plain containers, with the interpolations as they are written.
+
+    Raises:
+        TypeError, ValueError: the content holds what no config does.
+    """
+    # The values are searched and not the file's text: YAML has other spellings of a character.
+    if "${" in json.dumps(content):
+        return "holds an interpolation, which would be resolved here"
+    return ""

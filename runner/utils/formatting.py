@@ -1,10 +1,14 @@
 """Format numbers, paths and overrides as text for labels, tables and messages, and group rows."""
 
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+# Hydra's grammar: in quotes, backslashes count as escapes only before a quote.
+_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -92,3 +96,14 @@ def shorten_override(override: str) -> str:
     except ValueError:
         return override
     return f"{key}{equals}{rounded}" if len(value) > len(rounded) + 2 else override
+
+
+def quote_value(text: str) -> str:
+    """Return a text as a quoted value of Hydra's grammar, which takes any character in it."""
+    escaped = _BEFORE_QUOTE.sub(lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def override_key(override: str) -> str:
+    """Return the key of an override, without its marks (`+`, `~`) and its value."""
+    return override.lstrip("+~").partition("=")[0]

@@ -4,17 +4,17 @@ shrink until it takes nothing and shows one list of names."""
 from test_layers import FILES, dotted, imports
 
 CORE = {
-    "checkpoint": "checkpoint_file locate",
-    "config": "annotations instantiation invocation room schema targets",
+    "checkpoint": "checkpoint_file sharded_tensors",
+    "config": "annotations instantiation invocation room schema signature targets",
     "data": "batch_layout",
     "distributed": "strategy torchrun",
     "modes": "context result run run_metadata",
-    "precision": "contract conversion_report gradients loss_scale",
+    "precision": "contract conversion_report gradients loss_scale sessions",
     "tracking": "journal metric_names tracker",
     "training.callbacks": "callback",
     "training": "loop model_call records state step",
     "training.tasks": "task",
-    "utils": "accelerator console errors files formatting layout module_tape modules "
+    "utils": "accelerator errors files formatting layout module_tape modules "
     "reproducibility secrets stop_signals tensors terminal tpu",
 }
 """Modules of the core, by their packages."""

@@ -6,8 +6,7 @@ from typing import Any, Literal
 import pytest
 from torch import Tensor
 
-from runner.config.resolve import flatten
-from runner.config.schema import RunSpec, TrainSpec
+from runner.config.schema import RunSpec, TrainSpec, flatten
 from runner.config.targets import check_targets, instantiate, locate, target_nodes
 from runner.utils.errors import ConfigError
 

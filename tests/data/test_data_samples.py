@@ -7,9 +7,9 @@ from items import CPU, Batches, Items, X, Y
 from torch.utils.data import IterableDataset, TensorDataset
 
 from runner.config.schema import TrainSpec
+from runner.data.batch_layout import StartingPoint, ends_epoch
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
-from runner.data.sampling import StartingPoint, ends_epoch
 from runner.data.step_samples import (
     StepSamples,
     all_targets,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.config.resolve import flatten
+from runner.config.schema import flatten
 from runner.tracking import journal as journals
 
 # An initial scale that overflows and a short interval: the scale falls, then rises and falls.

@@ -98,7 +98,9 @@ def test_the_report_is_rebuilt_from_its_folder_or_mlflow(swept, main, monkeypatc
     (out / "report.md").unlink()
     assert main("report", out).rc == 0
     assert (out / "report.md").read_text() == wanted
-    monkeypatch.setattr("runner.modes.result.read_results", None)  # nothing of the folder is read
+    monkeypatch.setattr(
+        "runner.tracking.result_table.read_results", None
+    )  # nothing of the folder is read
     for name in (parent.info.run_id, parent.data.tags["sweep_id"]):
         main("report", name).check_ok("| 16-mixed model.fail_at=2 | failed |")
         assert (tmp_path / "outputs" / "reports" / name / "report.md").read_text() == wanted

@@ -16,8 +16,9 @@ from runner.data.batch_layout import KeywordInputs
 from runner.diagnostics.divergence.compare import compare_batch
 from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
 from runner.diagnostics.divergence.roundoffs import Execution
+from runner.modes.context import TrainingSetup
 from runner.precision.registry import load_precision
-from runner.training.setup import TrainingSetup, build_state
+from runner.training.setup import build_state
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language, MaskedLM
 

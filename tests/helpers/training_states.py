@@ -8,9 +8,10 @@ from states import CPU, check_same_checkpoints
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.targets import build_group
+from runner.modes.context import TrainingSetup
 from runner.training import state_dict
 from runner.training.model import build_model
-from runner.training.setup import TrainingSetup, build_state
+from runner.training.setup import build_state
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.step import train_step
 from runner.training.tasks.classification import Classification

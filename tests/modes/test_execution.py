@@ -13,6 +13,7 @@ from nets_that_pass_by import Leaves, Reads
 from torch import nn
 
 from runner.config.schema import RunSpec
+from runner.modes.context import TrainingSetup
 from runner.modes.execution import build_execution, build_proven_model
 from runner.precision import registry
 from runner.precision.conversion_proof import (
@@ -22,7 +23,6 @@ from runner.precision.conversion_proof import (
 )
 from runner.precision.conversion_report import ConversionReport
 from runner.training.model import BuiltModel
-from runner.training.setup import TrainingSetup
 from runner.training.tasks.regression import Regression
 from runner.utils.errors import ConfigError
 

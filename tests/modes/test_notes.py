@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from runner.modes import notes
 from runner.modes.result import RunResult
 from runner.precision.conversion_report import ConversionReport, Fate, ModuleConversion
+from runner.tracking import notes
 from runner.utils.markup import markdown_code
 from runner.utils.terminal import quote_command
 

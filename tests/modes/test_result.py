@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.modes.result import RunResult, page_lines, print_result, read_results
+from runner.modes.result import RunResult
+from runner.tracking.result_table import page_lines, print_result, read_results
 from runner.utils.console import plain_console
 from runner.utils.formatting import format_number
 

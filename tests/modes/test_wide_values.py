@@ -8,10 +8,10 @@ from torch import nn
 
 from runner.config.schema import RunSpec
 from runner.data.batch_layout import KeywordInputs
+from runner.modes.context import TrainingSetup
 from runner.modes.execution import build_proven_model
 from runner.precision import registry
 from runner.training.model import BuiltModel
-from runner.training.setup import TrainingSetup
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.regression import Regression
 from runner.utils.errors import ConfigError

@@ -11,12 +11,12 @@ from precision_models import CPU, load_precision, relative_error, run_forward
 from torch import nn
 
 from runner.config.schema import RunSpec
+from runner.modes.context import TrainingSetup
 from runner.modes.execution import build_proven_model
 from runner.precision.conversion import ROOT_NAME, is_converted
 from runner.precision.conversion_proof import BYPASSED_REASON
 from runner.training.adapters import Lora
 from runner.training.model import BuiltModel
-from runner.training.setup import TrainingSetup
 from runner.training.tasks.regression import Regression
 
 CONVERTING = ("bnb-nf4", "bnb-int8", "bnb-int8-training", "float8-tensorwise", "transformer-engine")

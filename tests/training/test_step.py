@@ -8,10 +8,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.config.schema import RunSpec, TrainSpec
+from runner.modes.context import TrainingSetup
 from runner.precision import registry
 from runner.precision.loss_scale import DynamicLossScale
 from runner.training.own_state import own_hooks
-from runner.training.setup import TrainingSetup, build_scheduled_optimizers, build_state
+from runner.training.setup import build_scheduled_optimizers, build_state
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.step import examples_in, grad_norms, loss_of, train_step
 from runner.training.tasks.regression import Regression

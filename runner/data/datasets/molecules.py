@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from runner.data.splits import IGNORED_LABEL, Splits, held_out, require_at_least, split_fields
+from runner.data.batch_layout import IGNORED_LABEL
+from runner.data.splits import Splits, held_out, require_at_least, split_fields
 from runner.utils.errors import ConfigError
 from runner.utils.files import package_file
 

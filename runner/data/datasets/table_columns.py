@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.data.batch_layout import IGNORED_LABEL
 from runner.data.datasets.imagefolder import decoded_image, image_transform
 from runner.data.datasets.npz import as_input, as_target
 from runner.data.splits import (
-    IGNORED_LABEL,
     Splits,
     TensorFields,
     TextPairs,

@@ -47,6 +47,7 @@ from runner.diagnostics.memory.memory_tracker import (
     MemoryBreakdown,
     MemoryTracker,
 )
+from runner.modes.context import TrainingSetup
 from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
 from runner.precision.forward_watch import ForwardWatch
 from runner.precision.layers.experts import own_stacks, possible_stacks
@@ -55,7 +56,7 @@ from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.loop import Stagnation, set_evaluation_mode
 from runner.training.model import META_DEVICE, build_model, build_on_meta, materialize_lazy_layers
 from runner.training.model_call import call_model
-from runner.training.setup import TrainingSetup, build_state
+from runner.training.setup import build_state
 from runner.training.state import TrainState
 from runner.training.step import train_step
 from runner.utils.errors import RunnerError

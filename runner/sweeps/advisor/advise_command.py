@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
 from runner.config.messages import option_hint
-from runner.config.overrides import PRECISION_ALIASES, as_typed, override_key, path_exists
+from runner.config.overrides import PRECISION_ALIASES, as_typed, path_exists
 from runner.config.resolve import resolve_spec
 from runner.config.room import spec_problems
 from runner.config.schema import AdviseSpec, RunSpec
@@ -45,7 +45,7 @@ from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import BASELINE
 from runner.utils.accelerator import choose_accelerator
 from runner.utils.errors import ConfigError, refuse
-from runner.utils.formatting import first_names
+from runner.utils.formatting import first_names, override_key
 from runner.utils.layout import MANIFEST
 
 _COMPARED_SECTIONS = ("model", "adapter", "data", "task", "optimizer", "scheduler", "train", "init")

@@ -7,9 +7,10 @@ from time import perf_counter
 
 from hydra.plugins.launcher import Launcher
 
-from runner.modes.result import RunResult, read_results
+from runner.modes.result import RunResult
 from runner.sweeps.sweep import Sweep
 from runner.sweeps.sweep_resume import final_result, has_settings
+from runner.tracking.result_table import read_results
 from runner.utils.formatting import now_ms
 
 

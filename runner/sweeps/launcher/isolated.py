@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 
 from runner.config.hydra_plugins import register
 from runner.config.invocation import override_texts
-from runner.config.overrides import override_key
 from runner.modes.result import RunResult
 from runner.sweeps.job_result import job_invocation, job_words, record_result
 from runner.sweeps.launcher.job_process import ForkServerClient, JobProcess
@@ -34,6 +33,7 @@ from runner.sweeps.sweep_progress import job_label, print_job_line
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.writer_process import JobJournal, shared_writer
 from runner.utils.errors import ConfigError
+from runner.utils.formatting import override_key
 from runner.utils.layout import RESULT
 from runner.utils.notebook_log import NotebookLog
 from runner.utils.terminal import one_line
@@ -216,7 +216,7 @@ class JobRunner:
 
     def _record_dead_job(self, job: _RunningJob, signals: Collection[int]) -> None:
         """Print why a job died, write it to the job's result, and end the job's MLflow run."""
-        from runner.modes import notes
+        from runner.tracking import notes
 
         config = job.config
         reason = job.process.death_reason(signals)

@@ -17,7 +17,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from runner.config.invocation import override_texts
-from runner.config.overrides import override_key, quote_value
+from runner.utils.formatting import override_key, quote_value
 
 STATUS_STRUCT = struct.Struct("i")
 """Written twice to a job's status pipe: the process id, then the status of os.waitpid."""

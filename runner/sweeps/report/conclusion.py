@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from runner.modes.result import shared_settings
 from runner.sweeps.report.settings_grid import best_group, settings_sentence
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
@@ -29,6 +28,7 @@ from runner.sweeps.report.wording import (
 )
 from runner.sweeps.verdict.compare import BASELINE, MIN_GAIN_SEEDS, Comparison, Group
 from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Verdict
+from runner.tracking.result_table import shared_settings
 from runner.training.callbacks.runner_callbacks import MIN_TIMED_MS
 from runner.utils.formatting import format_duration, format_number, format_percent, grouped
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.config.annotations import dataclass_fields_from_json
-from runner.modes.result import RunResult, Status, read_results
+from runner.modes.result import RunResult, Status
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking import history
+from runner.tracking.result_table import read_results
 from runner.utils.files import read_text, write_json
 from runner.utils.formatting import shorten_override
 from runner.utils.layout import CONFIG, ENVIRONMENT, RESULT, ROUTERS

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.config.resolve import omitted_key_messages
-from runner.modes.result import RunResult, setting_values, table_columns, table_rows
+from runner.modes.result import RunResult
 from runner.sweeps.report.advice_page import advice_blocks
 from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
@@ -30,6 +30,7 @@ from runner.sweeps.verdict.compare import (
     job_name,
 )
 from runner.sweeps.verdict.statistics import ERROR_RATE
+from runner.tracking.result_table import setting_values, table_columns, table_rows
 from runner.utils.files import prepare_output, write_text
 from runner.utils.formatting import format_number, format_percent, grouped
 from runner.utils.markup import (

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from runner.modes.result import shared_settings
 from runner.sweeps.report.wording import (
     format_mean_sd,
     join_names,
@@ -24,6 +23,7 @@ from runner.sweeps.verdict.compare import (
     qualities_by_seed,
 )
 from runner.sweeps.verdict.statistics import Tolerance, Verdict, quality_tests
+from runner.tracking.result_table import shared_settings
 from runner.utils.formatting import grouped
 from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 

@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from runner.config.invocation import given_keys
-from runner.config.overrides import override_key
-from runner.config.resolve import leaves
-from runner.modes.result import UNTRIED, RunResult, shared_settings
+from runner.config.schema import leaves
+from runner.modes.result import UNTRIED, RunResult
 from runner.sweeps.report.advice_page import advice_answer
 from runner.sweeps.report.conclusion import (
     DeviceAnswer,
@@ -53,9 +52,10 @@ from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.statistics import Difference, Tolerance, Verdict
 from runner.tracking.history import Curve
+from runner.tracking.result_table import shared_settings
 from runner.utils.errors import ConfigError
 from runner.utils.files import MAX_CONFIG_BYTES, check_values
-from runner.utils.formatting import format_percent
+from runner.utils.formatting import format_percent, override_key
 from runner.utils.layout import GIT_KEYS
 from runner.utils.other_programs import busy_sentence
 from runner.utils.secrets import redact

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Literal
 
-from runner.modes.result import RunResult, change_since_training, shared_settings
+from runner.modes.result import RunResult
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
     Difference,
@@ -23,6 +23,7 @@ from runner.sweeps.verdict.statistics import (
     quality_tests,
 )
 from runner.tracking.metric_names import VAL_LOSS
+from runner.tracking.result_table import change_since_training, shared_settings
 from runner.utils.formatting import grouped
 from runner.utils.other_programs import BUSY_SHARE
 

@@ -7,9 +7,10 @@ from time import monotonic
 from typing import Any
 
 import rich.progress
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.table import Column
 
+from runner.tracking.tracker import Console
 from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.records import EvalRecord, StepRecord, Steps
 from runner.utils.console import JobConsole
@@ -83,7 +84,7 @@ class ProgressBar(ProgressLines):
     def __init__(
         self,
         console: Console,
-        screen: Console,
+        screen: RichConsole,
         total: int,
         label: Callable[[], str],
         clock: Callable[[], float] = monotonic,
@@ -153,6 +154,8 @@ class NotebookProgress(ProgressBar):
 
 def progress(console: Console, total: int, label: str) -> ProgressLines:
     """Return the progress callback that fits where the output goes."""
+    if not isinstance(console, RichConsole):
+        return ProgressLines(console)
     is_job = isinstance(console, JobConsole)
     screen = console.terminal if is_job else console
     name = console.label if is_job else lambda: label

@@ -5,15 +5,16 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.data.batch_layout import IGNORED_LABEL as IGNORED
 from runner.data.batch_layout import BatchLayout
-from runner.data.splits import IGNORED_LABEL as IGNORED
-from runner.data.task_target import TaskAdditions
+from runner.training.tasks.task import TaskAdditions
 from runner.utils.errors import ConfigError, ModelError
 from runner.utils.stop_signals import Stopped
 from runner.utils.tensors import dtype_name, widest_float
@@ -334,3 +335,24 @@ def _failures_named(name: str, more: str = "") -> Iterator[None]:
         raise ModelError(
             f"task.metrics: {name} fails: {type(error).__name__}: {text}.{more}"
         ) from error
+
+
+@dataclass(frozen=True)
+class TaskAdditions:
+    """Objects that the keys of the task group name which fit every task.
+
+    Attributes:
+        metrics: objects of torchmetrics.Metric, by the names under which they are recorded.
+        quality: name of the metric that runs are compared by, "val/..."; None for the task's own.
+        direction: whichever of it is better; None where it follows from the metric.
+        hook: called after each evaluation with the model and an EvaluationInfo; None for none.
+        hook_name: the dotted path of the hook.
+        whole_batch: whether the loss is of the batch as a whole; None for what the task says.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    quality: str | None = None
+    direction: Literal["max", "min"] | None = None
+    hook: Callable[..., Any] | None = None
+    hook_name: str = ""
+    whole_batch: bool | None = None

@@ -18,10 +18,11 @@ from runner.diagnostics.memory.forecast import (
     largest_fitting_batch,
     peak_forecast,
 )
+from runner.modes.context import TrainingSetup
 from runner.precision.layers.experts import Experts
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model import build_model
-from runner.training.setup import TrainingSetup, build_state
+from runner.training.setup import build_state
 from runner.utils.tensors import stored_bytes
 
 CPU = torch.device("cpu")

@@ -6,7 +6,9 @@ It is Markdown, in which no text of a user's becomes markup.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from runner.modes.result import RunResult, result_rows
+from runner.modes.result import RunResult
+from runner.tracking.result_table import result_rows
+from runner.tracking.tracker import RunPage
 from runner.utils.formatting import format_number
 from runner.utils.markup import markdown_code, markdown_text
 
@@ -14,7 +16,19 @@ if TYPE_CHECKING:
     from runner.precision.conversion_report import ConversionReport
 
 
-def resumed_note(step: int, changes: Mapping[str, str]) -> str:
+def page_note(page: RunPage) -> str:
+    """Return the note of a run, whether it runs or has ended."""
+    note = running_note(page.command)
+    if page.result is not None and page.report is not None:
+        note = finished_note(page.command, page.result, page.report)
+    elif page.status is not None:
+        note = failed_note(page.command, page.status, page.error)
+    if page.resumed is None:
+        return note
+    return note + _resumed_note(page.resumed.step, page.resumed.changes)
+
+
+def _resumed_note(step: int, changes: Mapping[str, str]) -> str:
     """Return the lines that say where a run was resumed and which settings changed there."""
     changed = ", ".join(f"{key}: {change}" for key, change in changes.items())
     text = f"Resumed at step {step}; changed: {changed or 'nothing'}."
