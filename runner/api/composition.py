@@ -11,11 +11,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict, read_write
 
-from runner.cli.main import check_config_dir
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
-from runner.config.overrides import as_typed, rewrite_arguments
+from runner.config.overrides import as_typed, check_config_dir, rewrite_arguments
 from runner.config.resolve import check_run_keys, register_schema, resolve_spec
 from runner.config.room import mode_named
 from runner.config.schema import RunSpec

@@ -12,10 +12,10 @@ from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.results import RunResult
 from runner.api.runs import Data, Loss, Model, check_new_folder
-from runner.cli.main import call_hydra, check_config_dir, expand_resumed_sweep, interrupt_status
 from runner.config.invocation import given_objects
-from runner.config.overrides import rewrite_arguments
+from runner.config.overrides import check_config_dir, rewrite_arguments
 from runner.config.resolve import register_schema
+from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.pages import advice_html
 from runner.sweeps.report.sweep_data import SweepData
@@ -30,7 +30,7 @@ from runner.utils.formatting import quote_value
 from runner.utils.lasting_output import lasting_output
 from runner.utils.markup import notebook_frame
 from runner.utils.notebook_log import folded_log
-from runner.utils.stop_signals import Interrupted, SignalHandler
+from runner.utils.stop_signals import Interrupted, SignalHandler, interrupt_status
 
 if TYPE_CHECKING:
     import pandas

@@ -4,64 +4,32 @@ torch and mlflow are imported inside functions only, so that --help, --cfg and t
 answer at once.
 """
 
-import gc
 import logging
-import math
 import os
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from shutil import rmtree
 from textwrap import shorten
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner import __version__
 from runner.config import commands
-from runner.config.hydra_plugins import ADVISE, BUILT_IN_CONFIGS, MAIN_ARGUMENTS, set_plugin_folders
-from runner.config.messages import COMPOSE_ERRORS, explain
-from runner.config.overrides import (
-    config_dir,
-    existing_config_dir,
-    rewrite_arguments,
-    shadowed_configs,
-)
-from runner.config.resolve import register_schema, remove_keys, resolve_spec
-from runner.config.room import mode_named, modes
-from runner.config.schema import AUTO
+from runner.config.overrides import check_config_dir, config_dir, rewrite_arguments
+from runner.config.room import modes
 from runner.distributed import torchrun
 from runner.rooms import install_rooms
-from runner.sweeps.job_result import (
-    is_sweep_job,
-    job_invocation,
-    job_overrides,
-    keys_left_out_of_job,
-    record_result,
-    use_sweep_time,
-)
-from runner.utils.errors import ConfigError, RunnerError, Unavailable
-from runner.utils.files import unreadable, write_text
-from runner.utils.formatting import override_key
-from runner.utils.lasting_output import lasting_output
-from runner.utils.layout import LOG
-from runner.utils.secrets import redact
-from runner.utils.stop_signals import CommandSignals, Interrupted
-from runner.utils.terminal import PlainFormatter, is_text, one_line, print_error, sanitize
+from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep
+from runner.utils.errors import ConfigError, RunnerError
+from runner.utils.files import unreadable
+from runner.utils.layout import BUILT_IN_CONFIGS
+from runner.utils.stop_signals import CommandSignals, interrupt_status
+from runner.utils.terminal import PlainFormatter, is_text, print_error
 
 if TYPE_CHECKING:
-    from runner.modes.result import RunResult, Status
+    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,73 +131,10 @@ def _print_completions(line: str) -> None:
     print("\n".join(text for text in offered if text.startswith(word)), flush=True)
 
 
-def check_config_dir(folder: str | Path | None) -> Path | None:
-    """Return a --config-dir as a path, after a warning for configs in it that are not used.
-
-    Hydra's plugins are looked for there, too.
-
-    Raises:
-        ConfigError: it is no folder.
-    """
-    path = None if folder is None else existing_config_dir(folder)
-    set_plugin_folders(path)
-    for warning in () if path is None else shadowed_configs(path):
-        if torchrun.claim_message(warning):
-            print(sanitize(warning), file=sys.stderr)
-    return path
-
-
 def _print_error_once(error: RunnerError) -> None:
     """Print an error, or that a signal stopped the run, in one of torchrun's processes."""
     if torchrun.claim_message(str(error)):
         print_error(str(error), mark="" if error.exit_status > 128 else "error: ")
-
-
-def expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
-    """Return the whole command of the sweep that sweep.resume= names, any other unchanged."""
-    if not any(text.startswith("sweep.resume=") for text in argv):
-        return argv
-    from runner.sweeps.sweep_resume import expand_resume_command
-
-    return expand_resume_command(argv)
-
-
-def call_hydra(argv: Sequence[str]) -> None:
-    """Compose a command with Hydra, and run its job or jobs.
-
-    Args:
-        argv: as rewrite_arguments returns it.
-
-    Raises:
-        RunnerError: the command does not compose, or the sweep is refused.
-        SystemExit: a job or the sweep ended with an exit status.
-    """
-    register_schema()
-    # Hydra then raises errors instead of printing them, and we explain them ourselves.
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    previous_argv = sys.argv
-    sys.argv = [sys.argv[0], *argv]
-    try:
-        # Hydra reads sys.argv, and calls run_job once, or in a sweep through its launcher.
-        as_main = hydra.main("pkg://runner.conf", "config", **MAIN_ARGUMENTS)
-        as_main(run_job)()
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(explain(error, argv)) from error
-    except RecursionError as error:
-        # A recursion in the user's own code is no matter of the command.
-        if any(frame.f_code is run_job.__code__ for frame, _ in walk_tb(error.__traceback__)):
-            raise
-        raise ConfigError(
-            "The command, or a yaml that it names, is nested too deeply. Name a file in place of "
-            "a list or mapping of this depth."
-        ) from error
-    except SystemExit as stop:
-        # A callback of Hydra's raises SystemExit, for Hydra would turn an error into a warning.
-        if isinstance(stop.__cause__, RunnerError):
-            raise stop.__cause__ from None
-        raise
-    finally:
-        sys.argv = previous_argv
 
 
 def _run_hydra(argv: Sequence[str]) -> int:
@@ -250,11 +155,6 @@ def _run_hydra(argv: Sequence[str]) -> int:
     return status
 
 
-def interrupt_status(error: KeyboardInterrupt) -> int:
-    """Return the exit status of a command that Ctrl-C or another signal has ended."""
-    return error.exit_status if isinstance(error, Interrupted) else 130
-
-
 def _sweep_module() -> Any:
     """Return the module of sweeps if a sweep has imported it, else None: it is slow to import."""
     return sys.modules.get("runner.sweeps.sweep")
@@ -264,203 +164,3 @@ def _has_open_sweep() -> bool:
     """Return whether this process runs a sweep, which must be ended before the process exits."""
     module = _sweep_module()
     return module is not None and module.Sweep.current is not None
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """A job's failure: the status and message of its result, and the exit status of a command.
-
-    Attributes:
-        has_result: True if the run wrote its result itself.
-    """
-
-    status: "Status"
-    message: str
-    exit_status: int
-    has_result: bool = False
-
-
-@lasting_output()
-def run_job(config: DictConfig) -> float | None:
-    """Run one job: the task function that Hydra calls with a composed config.
-
-    Returns:
-        What a sweeper optimizes. None if that is NaN or the job of a sweep failed: Optuna's sweeper
-        then counts a failed trial and continues, while NaN would end its study.
-
-    Raises:
-        SystemExit: a signal ended the job, or a job failed that has this process for itself or
-            whose failure ends its sweep. The result of a sweep's job is recorded before.
-    """
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    sweeping = is_sweep_job()
-    leaves_line = sweeping and _leaves_line(config)
-    try:
-        objective = _start(config, folder, sweeping, leaves_line).objective
-        return None if math.isnan(objective) else objective
-    except RunnerError as error:
-        from runner.modes.result import UNTRIED
-        from runner.sweeps.sweep_progress import alike_job
-
-        skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
-        status = _error_status(error, skips)
-        precision = str(HydraConfig.get().runtime.choices["precision"])
-        # The line of a trial, or of a job that was not tried, says why; that of a job that fails
-        # like an earlier one names it.
-        is_in_line = leaves_line and (_is_trial() or status in UNTRIED)
-        if not (is_in_line or (leaves_line and alike_job(folder, precision, str(error)))):
-            _print_error_once(error)
-        failure = _Failure(status, str(error), error.exit_status, error.finished)
-        # A single run that was refused leaves no folder with nothing but Hydra's record of it.
-        if not sweeping and {path.name for path in folder.iterdir()} <= {".hydra"}:
-            rmtree(folder, ignore_errors=True)
-    except KeyboardInterrupt as error:
-        failure = _Failure("stopped", str(error) or "Interrupted.", interrupt_status(error))
-    except Exception as error:
-        text = redact(traceback.format_exc())
-        print(sanitize(text), file=sys.stderr)
-        with suppress(OSError):  # a full disk
-            write_text(folder / "error.txt", text)
-        failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
-    if sweeping and not failure.has_result:
-        record_result(config, folder, failure.status, failure.message)
-    if leaves_line:
-        from runner.sweeps.sweep_progress import print_job_line
-
-        print_job_line(folder)
-    if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
-        raise SystemExit(failure.exit_status)
-    if sweeping and HydraConfig.get().callbacks["sweep"].fail_fast:
-        from runner.sweeps.sweep import end_if_failed
-
-        if end_if_failed(folder):
-            raise SystemExit(1)
-    # Hydra's own launcher runs the jobs of a sweep in one process, which continues with the next.
-    # Outside of `except` the traceback, whose frames hold the model, is free to be collected.
-    gc.collect()
-    return None
-
-
-def _error_status(error: RunnerError, skips_refused: bool) -> "Status":
-    """Return the status of a job's result after an error."""
-    if error.exit_status > 128:
-        return "stopped"
-    if isinstance(error, Unavailable):
-        return "unavailable"
-    return "refused" if skips_refused and isinstance(error, ConfigError) else "failed"
-
-
-def _leaves_line(config: DictConfig) -> bool:
-    """Return whether HydraConfig's job, one of a sweep, prints one line, and all else to a file."""
-    settings = HydraConfig.get()
-    # A job that a user types again has no id.
-    is_typed = OmegaConf.is_missing(settings.job, "id")
-    is_verbose = settings.callbacks["sweep"].verbose or is_typed
-    return not is_verbose and mode_named(config.mode).takes_processes
-
-
-def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) -> "RunResult":
-    """Resolve a job's config and run it; a job that is finished already returns its result."""
-    settings = HydraConfig.get()
-    name = one_line(" ".join(job_overrides())) if sweeping else ""
-    if sweeping and not leaves_line:
-        print(f"\njob {settings.job.num}: {name}", flush=True)
-    caveat = ""
-    if sweeping and not _is_trial():
-        use_sweep_time()
-        remove_keys(config, keys_left_out_of_job())
-        caveat = _raise_eps(config, name)
-    finished = _finished_before(config, folder, sweeping)
-    if finished is not None:
-        # The other processes find the result, too, and leave.
-        torchrun.publish(torchrun.START_KEY, folder)
-        if torchrun.process_rank().is_main:
-            line = f"{finished.outcome} before"
-            print(sanitize(f"{finished.label}: {line}") if sweeping else line, flush=True)
-        return finished
-    # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
-    reads_checkpoint = bool(config.checkpoint.path or config.checkpoint.resume)
-    spec = resolve_spec(config, allow_unresolved=reads_checkpoint)
-    composed: Any = OmegaConf.to_container(config)
-    invocation = replace(job_invocation(sweeping), composed_config=composed, caveat=caveat)
-    torchrun.publish(torchrun.START_KEY, folder)
-    is_first = "runner.modes.run" not in sys.modules
-    with rare_garbage_collection():
-        # torch.optim imports it at its first use, which is outside of this context.
-        import torch._dynamo  # noqa: F401
-
-        from runner.modes.run import run
-        from runner.tracking.result_table import print_result
-    if is_first:
-        # Imported modules stay: no later collection has to look through them.
-        gc.freeze()
-    if not leaves_line:
-        from runner.utils.console import plain_console
-
-        console = plain_console()
-        return run(spec, folder, invocation, console, partial(print_result, console))
-    from runner.sweeps.sweep_progress import job_label, print_job_line
-    from runner.utils.console import JobConsole
-
-    label = job_label(Path(settings.sweep.dir), invocation.label(spec))
-    with closing(JobConsole(folder / LOG, label, _is_trial())) as console:
-        result = run(spec, folder, invocation, console, partial(print_result, console))
-    print_job_line(folder)
-    return result
-
-
-def _raise_eps(config: DictConfig, job: str) -> str:
-    """Raise an optimizer's eps, unless it was typed, to what a preset asks for the precision.
-
-    Args:
-        config: of a job.
-        job: its overrides.
-
-    Returns:
-        A sentence on it for the report; empty if eps stays.
-    """
-    settings = HydraConfig.get()
-    least = settings.callbacks["sweep"].least_eps.get(settings.runtime.choices["precision"], 0.0)
-    eps = config.optimizer.get("eps")
-    is_typed = "optimizer.eps" in map(override_key, job_overrides())
-    if isinstance(eps, float) and eps < least and not is_typed:
-        config.optimizer.eps = least
-        change = f"optimizer.eps={least:g} in place of {eps:g}"
-        print(f"{job}: {change}, too small for this precision")
-        return f"trained with {change}, which its difference to others may come from."
-    return ""
-
-
-def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":
-    """Return the result of a resumed job that is finished; set up any other to resume."""
-    resumes_sweep = sweeping and HydraConfig.get().callbacks["sweep"].resume
-    if resumes_sweep and mode_named(config.mode).trains:
-        with read_write(config):
-            config.checkpoint.resume = AUTO
-    if not (resumes_sweep or config.checkpoint.resume == AUTO):
-        return None
-    from runner.sweeps.sweep_resume import final_result
-
-    result = final_result(folder, job_overrides())
-    # A run that train.max_seconds ended continues; a sweep's jobs are compared after that time.
-    return result if result is None or resumes_sweep or result.is_whole else None
-
-
-def _is_trial() -> bool:
-    """Return whether HydraConfig's job is a trial of mode=advise."""
-    return HydraConfig.get().sweeper.get("_target_") == ADVISE
-
-
-@contextmanager
-def rare_garbage_collection() -> Iterator[None]:
-    """Collect no old garbage within a context, for large imports.
-
-    Imports create objects that stay; searching them again and again for garbage takes a fifth of
-    the time of importing torch.
-    """
-    thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], 1_000_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)

@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +20,6 @@ _SPACE = f"{_ROOT}.runner"
 ISOLATED = f"{_SPACE}.IsolatedLauncher"
 REMOTE = f"{_SPACE}.RemoteLauncher"
 ADVISE = f"{_SPACE}.AdviseSweeper"
-BUILT_IN_CONFIGS = Path(str(files("runner.conf")))
-"""Folder of the configs that the package brings along."""
 
 _IS_1_3 = hydra.__version__.startswith("1.3.")
 VERSION_BASE = {"version_base": "1.3"} if _IS_1_3 else {}

@@ -20,9 +20,9 @@ from yaml import YAMLError
 
 from runner.config.annotations import annotation_words
 from runner.config.commands import COMMANDS
-from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
 from runner.utils.errors import first_line, nearest_names
+from runner.utils.layout import BUILT_IN_CONFIGS
 from runner.utils.terminal import quote_command
 
 # Options whose plugin is installed by an extra of this package, and that extra.

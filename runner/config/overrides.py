@@ -1,24 +1,26 @@
 """Rewrite the command line before Hydra parses it. Imports neither torch nor Hydra."""
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
-from runner.config.hydra_plugins import BUILT_IN_CONFIGS
+from runner.config.hydra_plugins import set_plugin_folders
 from runner.config.room import sections
-from runner.config.schema import RunSpec
+from runner.config.schema import PRECISION_ALIASES, RunSpec
+from runner.distributed import torchrun
 from runner.utils.errors import ConfigError
 from runner.utils.files import check_values, read_text
 from runner.utils.formatting import quote_value
-from runner.utils.layout import CONFIG
+from runner.utils.layout import BUILT_IN_CONFIGS, CONFIG
+from runner.utils.terminal import sanitize
 
 _ALIAS = re.compile(r"(^|[\s,\[{])\*[^\s*]", re.MULTILINE)
 YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Loader that reads every value as text; PyYAML may be installed without libyaml."""
-PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 DTYPE_PRECISIONS = {
     **dict.fromkeys(("tf32", "tf-32", "tensorfloat"), ("tf32",)),
     "mxfp8": ("transformer-engine-mxfp8", "torchao-mxfp8"),
@@ -310,3 +312,19 @@ def shadowed_configs(folder: Path) -> Iterator[str]:
         theirs = BUILT_IN_CONFIGS / mine.relative_to(folder)
         if theirs.exists():
             yield f"warning: {mine} is not used: {theirs} has its group and name. Rename yours."
+
+
+def check_config_dir(folder: str | Path | None) -> Path | None:
+    """Return a --config-dir as a path, after a warning for configs in it that are not used.
+
+    Hydra's plugins are looked for there, too.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+    path = None if folder is None else existing_config_dir(folder)
+    set_plugin_folders(path)
+    for warning in () if path is None else shadowed_configs(path):
+        if torchrun.claim_message(warning):
+            print(sanitize(warning), file=sys.stderr)
+    return path

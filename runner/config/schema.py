@@ -13,6 +13,8 @@ from runner.config.room import mode_named, modes
 from runner.utils.errors import nearest_names
 from runner.utils.secrets import redact_values
 
+PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
 T = TypeVar("T")
 
 GUARD_ACTIONS = ("stop", "warn", "ignore")

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, is_signed_by_user
-from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.instantiation import text_targets
 from runner.config.schema import leaves
 from runner.config.signature import describe_key_location
 from runner.config.targets import children, locate
 from runner.utils.errors import ConfigError, refuse
+from runner.utils.layout import BUILT_IN_CONFIGS
 
 _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 """Packages whose functions return models."""

@@ -22,14 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from runner.checkpoint import locate
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.annotations import typed_value
 from runner.config.invocation import Invocation
 from runner.config.messages import dotted_keys
-from runner.config.overrides import DTYPE_PRECISIONS, PRECISION_ALIASES, path_exists
+from runner.config.overrides import DTYPE_PRECISIONS, path_exists
 from runner.config.resolve import resolve_spec
-from runner.config.schema import RunSpec
+from runner.config.schema import PRECISION_ALIASES, RunSpec
 from runner.config.targets import build_group
 from runner.config.trusted_targets import SavedConfig
 from runner.data.batch_layout import Batch
@@ -79,6 +78,7 @@ from runner.modes.saved_run import (
 from runner.precision import registry
 from runner.precision.contract import ConversionPlan
 from runner.precision.conversion_report import ConversionReport
+from runner.tracking import locate
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.model import build_model, restore_model, restore_precision_state

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.instantiation import TASK_KEYS
 from runner.config.trusted_targets import checkpoint_config
@@ -25,6 +25,7 @@ from runner.modes.execution import build_proven_model
 from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import describe_computation, make_evaluation_hook, save_dtypes
+from runner.tracking import locate
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.loop import evaluate_sets, evaluation_mode

@@ -9,19 +9,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from runner.checkpoint import checkpoint_file, weight_files
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.config.schema import RunSpec
 from runner.data.sampling import restored_random_state
 from runner.modes.context import TrainingSetup
 from runner.precision.casting import CastCacheWatch
 from runner.precision.contract import ConversionPlan
 from runner.precision.conversion_proof import prove_model
 from runner.precision.forward_watch import ModelTrial
-from runner.training.initial_weights import read_initial_weights
+from runner.tracking import locate
+from runner.training.initial_weights import rename
 from runner.training.model import (
     BuiltModel,
     ModelBuilder,
@@ -178,3 +182,26 @@ def _completes_forward(
     # What the optimizer is built on, and what is counted, are the shards.
     setup.strategy.drop_gathered_weights()
     return completed
+
+
+def read_initial_weights(spec: RunSpec) -> LoadedCheckpoint | None:
+    """Return the weights that init.weights names, as a checkpoint; None where it names none.
+
+    Raises:
+        ConfigError: it names none, or init.rename does not fit their names.
+    """
+    where = spec.init.weights
+    if where is None:
+        return None
+    read = weight_files.read_weights(where)
+    if read is None:
+        path = locate.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")
+        content = checkpoint_file.load(path)
+        source = "a checkpoint of this runner"
+    else:
+        path = Path(where)
+        layout = weight_files.packed_layout(read.weights)
+        content = {"spec": {}, "precision": "", "layout": layout, "model": read.weights}
+        source = read.source
+    weights = rename(content["model"], spec.init.rename, path)
+    return LoadedCheckpoint(path, {**content, "model": weights}, source)

@@ -17,11 +17,11 @@ from runner.diagnostics.memory.forecast import (
     peak_forecast,
 )
 from runner.modes.context import RunContext
+from runner.modes.execution import read_initial_weights
 from runner.precision.contract import ConversionPlan, Precision
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
-from runner.training.initial_weights import read_initial_weights
 from runner.training.model import BuiltModel, build_model, build_on_meta
 from runner.training.setup import (
     attach_rules,

@@ -36,14 +36,13 @@ from runner.diagnostics.nonfinite_trace import (
 )
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.context import PlannedRun, RunContext, TrainingSetup
-from runner.modes.execution import build_execution, starting_model
+from runner.modes.execution import build_execution, read_initial_weights, starting_model
 from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
 from runner.precision import registry
 from runner.precision.contract import Precision
 from runner.training import state_dict
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.initial_weights import read_initial_weights
 from runner.training.loop import (
     accumulation_batches,
     evaluate_sets,

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
 from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec
@@ -23,7 +23,9 @@ from runner.config.trusted_targets import checkpoint_config
 from runner.distributed.strategy import Strategy
 from runner.modes.context import PlannedRun
 from runner.modes.result import RunResult
-from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides, with_run_store
+from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides
+from runner.tracking import locate
+from runner.tracking.run_store import with_run_store
 from runner.utils.errors import ConfigError, RunnerError
 from runner.utils.files import is_locked
 from runner.utils.layout import MANIFEST

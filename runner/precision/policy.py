@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runner.config.instantiation import Arguments, keywords, locate
-from runner.config.overrides import PRECISION_ALIASES
+from runner.config.schema import PRECISION_ALIASES
 from runner.config.targets import build_group
 from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted

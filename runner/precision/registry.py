@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.config.hydra_plugins import BUILT_IN_CONFIGS
 from runner.config.room import mode_named
 from runner.config.schema import RunSpec
 from runner.config.targets import build_group, instantiate
 from runner.distributed.strategy import Strategy
 from runner.precision.contract import Precision
 from runner.utils.errors import ConfigError, Unavailable
+from runner.utils.layout import BUILT_IN_CONFIGS
 
 PRECISION_CONFIGS = BUILT_IN_CONFIGS / "precision"
 

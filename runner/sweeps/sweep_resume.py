@@ -9,15 +9,15 @@ from typing import Literal, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from runner.checkpoint import locate
 from runner.config.invocation import given_keys, python_call
 from runner.config.overrides import as_typed, rewrite_arguments
 from runner.config.signature import describe_key_location
 from runner.modes.result import RunResult
-from runner.modes.saved_run import resumed_sweep_store
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.room import ROOM
+from runner.tracking import locate
 from runner.tracking.result_table import read_results
+from runner.tracking.run_store import resumed_sweep_store
 from runner.utils.errors import ConfigError
 from runner.utils.formatting import override_key, quote_value
 from runner.utils.layout import MANIFEST, RESULT

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint import checkpoint_file, locate, weight_files
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
@@ -61,29 +59,6 @@ class InitialWeights(NamedTuple):
         if self.unused:
             line += f"; not used: {first_names(self.unused)}"
         return line
-
-
-def read_initial_weights(spec: RunSpec) -> LoadedCheckpoint | None:
-    """Return the weights that init.weights names, as a checkpoint; None where it names none.
-
-    Raises:
-        ConfigError: it names none, or init.rename does not fit their names.
-    """
-    where = spec.init.weights
-    if where is None:
-        return None
-    read = weight_files.read_weights(where)
-    if read is None:
-        path = locate.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")
-        content = checkpoint_file.load(path)
-        source = "a checkpoint of this runner"
-    else:
-        path = Path(where)
-        layout = weight_files.packed_layout(read.weights)
-        content = {"spec": {}, "precision": "", "layout": layout, "model": read.weights}
-        source = read.source
-    weights = rename(content["model"], spec.init.rename, path)
-    return LoadedCheckpoint(path, {**content, "model": weights}, source)
 
 
 def load_selected(

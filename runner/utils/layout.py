@@ -3,6 +3,12 @@
 Users' scripts and earlier runs know these names: they are part of the interface.
 """
 
+from importlib.resources import files
+from pathlib import Path
+
+BUILT_IN_CONFIGS = Path(str(files("runner.conf")))
+"""Folder of the configs that the package brings along."""
+
 RESULT = "result.json"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"

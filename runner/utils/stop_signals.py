@@ -309,3 +309,8 @@ def until_interrupted(items: Iterator[Item]) -> Iterator[Item]:
     """Yield items until a signal ends the wait for the next one (Stopped), which is no error."""
     with suppress(Stopped):
         yield from items
+
+
+def interrupt_status(error: KeyboardInterrupt) -> int:
+    """Return the exit status of a command that Ctrl-C or another signal has ended."""
+    return error.exit_status if isinstance(error, Interrupted) else 130

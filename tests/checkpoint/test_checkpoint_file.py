@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.checkpoint.checkpoint_file import LoadedCheckpoint
 from runner.config.schema import RunSpec
 from runner.precision.registry import load_precision
+from runner.tracking import locate
 from runner.training.model import load_weights
 from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.state_dict import checkpoint_state_dict

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.checkpoint.writers import AsyncCheckpointWriter
+from runner.tracking import locate
 from runner.utils.errors import CheckpointError
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from forked_process import run_forked
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.checkpoint.writers import AsyncCheckpointWriter
+from runner.tracking import locate
 from runner.utils.errors import ConfigError
 
 

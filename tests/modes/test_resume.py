@@ -11,10 +11,11 @@ from states import check_same_checkpoints
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.config.invocation import Invocation
 from runner.modes import training_callbacks
 from runner.modes.run import run
+from runner.tracking import locate
 from runner.training.callbacks.callback import dispatch
 from runner.training.records import EvalRecord
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from runner.checkpoint import checkpoint_file
 from runner.config.schema import InitSpec, RunSpec
+from runner.modes.execution import read_initial_weights
 from runner.precision import registry
-from runner.training.initial_weights import read_initial_weights, shortest_patterns
+from runner.training.initial_weights import shortest_patterns
 from runner.training.model import build_model
 from runner.utils.errors import ConfigError
 

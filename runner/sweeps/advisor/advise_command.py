@@ -17,10 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.invocation import override_texts
 from runner.config.messages import option_hint
-from runner.config.overrides import PRECISION_ALIASES, as_typed, path_exists
+from runner.config.overrides import as_typed, path_exists
 from runner.config.resolve import resolve_spec
 from runner.config.room import spec_problems
-from runner.config.schema import AdviseSpec, RunSpec
+from runner.config.schema import PRECISION_ALIASES, AdviseSpec, RunSpec
 from runner.modes.result import RunResult
 from runner.modes.run_metadata import config_text
 from runner.precision.contract import Precision

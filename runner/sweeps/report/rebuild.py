@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.checkpoint.locate import newest_sweeps
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
 from runner.sweeps.manifest import Manifest
@@ -21,6 +20,7 @@ from runner.sweeps.report.sweep_data import JobSettings, SweepData
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, group_name
 from runner.tracking.dashboard import sweep_links
+from runner.tracking.locate import newest_sweeps
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from runner.checkpoint import checkpoint_file, locate
+from runner.checkpoint import checkpoint_file
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.modes.training_callbacks import TrainingCallbacks
+from runner.tracking import locate
 from runner.training.callbacks.guard import EarlyStopping, Guard
 from runner.training.callbacks.progress import NotebookProgress, ProgressBar, ProgressLines
 from runner.training.callbacks.runner_callbacks import (
