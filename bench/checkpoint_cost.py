@@ -21,12 +21,12 @@ import torch
 from bench.common import parse_options, run_in_turn, spread, table, write
 from bench.training import training_state
 from models.resnet import resnet
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.writers import AsyncCheckpointWriter
-from runner.config.schema import RunSpec
+from runner.core.config.schema import RunSpec
+from runner.core.loop.step import train_step
+from runner.core.record import checkpoint_file
 from runner.precision.registry import load_precision
+from runner.training.formats.writers import AsyncCheckpointWriter
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 
 WAYS = ("none", "waiting", "by a thread")

@@ -23,14 +23,14 @@ import torch
 from bench.common import interleave, parse_options, table, write
 from bench.training import CPU, VOCABULARY, random_tokens
 from models.gpt import GPT
-from runner.config.schema import RunSpec
+from runner.core.config.schema import RunSpec
+from runner.core.loop.state import TrainState
+from runner.core.loop.step import train_step
+from runner.core.run.context import TrainingSetup
 from runner.diagnostics.divergence.compare import compare_batch
 from runner.diagnostics.divergence.roundoffs import Execution
-from runner.modes.context import TrainingSetup
 from runner.precision.registry import load_precision
 from runner.training.setup import build_state
-from runner.training.state import TrainState
-from runner.training.step import train_step
 from runner.training.tasks.language import Language
 
 CONTEXT = 128

@@ -18,7 +18,10 @@ import torch
 from bench.common import parse_options, table, write
 from bench.training import CPU, training_state
 from models.mlp import MLP
-from runner.config.schema import TrainSpec
+from runner.core.config.schema import TrainSpec
+from runner.core.loop.loop import fit
+from runner.core.loop.records import EvalRecord
+from runner.core.record.metric_names import VAL_LOSS
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
 from runner.precision.registry import load_precision
@@ -28,9 +31,6 @@ from runner.sweeps.verdict.statistics import (
     Tolerance,
     non_inferiority_test,
 )
-from runner.tracking.metric_names import VAL_LOSS
-from runner.training.loop import fit
-from runner.training.records import EvalRecord
 from runner.training.tasks.classification import Classification
 
 SEEDS, JUDGED = 5, 6

@@ -29,13 +29,13 @@ from bench.common import (
 )
 from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
-from runner.precision.contract import Precision
+from runner.core.base.errors import Unavailable
+from runner.core.base.tensors import stored_bytes, tensor_bytes
+from runner.core.loop.step import train_step
+from runner.core.policy.precision import Precision
 from runner.precision.registry import load_precision, precision_names
 from runner.training import lowbit_optimizers
-from runner.training.step import train_step
 from runner.training.tasks.language import Language
-from runner.utils.errors import Unavailable
-from runner.utils.tensors import stored_bytes, tensor_bytes
 
 WIDTH = 1024
 STEPS = 2  # of a round

@@ -19,22 +19,22 @@ from hydra import compose, initialize_config_module
 from bench.common import RESULTS, parse_options, table, versions, write, write_rows
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema, resolve_spec
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group
+from runner.core.base.errors import RunnerError
+from runner.core.base.random_state import seed_all
+from runner.core.base.tensors import MIB
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import build_group
+from runner.core.loop.loop import fit
+from runner.core.loop.state import TrainState
+from runner.core.policy.precision import Precision
 from runner.data.build import build_data, build_run_loaders
 from runner.data.loader import Loader
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
-from runner.precision.contract import Precision
 from runner.rooms import install_rooms
 from runner.training.compile import prepare_model
-from runner.training.loop import fit
 from runner.training.model import build_model
 from runner.training.setup import build_scheduled_optimizers
-from runner.training.state import TrainState
-from runner.utils.errors import RunnerError
-from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import MIB
 
 STEPS = 4
 FULL = (

@@ -34,20 +34,20 @@ from torch import nn
 
 from bench.common import parse_options, run_in_turn, spread, table, versions, write
 from bench.training import CPU
+from runner.core.base.accelerator import Accelerator
+from runner.core.base.layout import HISTORY
+from runner.core.loop.callback import RunHandle
+from runner.core.loop.records import StepRecord
+from runner.core.loop.state import TrainState
+from runner.core.record.tracker import RunInfo, RunOutput
+from runner.output.console import plain_console
 from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.tracker import RunInfo, RunOutput
 from runner.tracking.writer.store import MAX_POINTS, Store
 from runner.tracking.writer_process import shared_writer
-from runner.training.callbacks.callback import RunHandle
 from runner.training.callbacks.runner_callbacks import MetricLogger
-from runner.training.records import StepRecord
-from runner.training.state import TrainState
 from runner.training.tasks.regression import Regression
-from runner.utils.accelerator import Accelerator
-from runner.utils.console import plain_console
-from runner.utils.layout import HISTORY
 
 BLOCK = 20
 METRICS = {

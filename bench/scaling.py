@@ -31,17 +31,17 @@ from torch.utils.data import TensorDataset
 from bench.common import ROOT, parse_options, table, write
 from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
-from runner.config.schema import TrainSpec
+from runner.core.base.accelerator import Accelerator
+from runner.core.base.tensors import MIB
+from runner.core.base.torchrun import ProcessRank
+from runner.core.config.schema import TrainSpec
+from runner.core.loop.loop import fit
+from runner.core.loop.strategy import Single, Strategy
 from runner.data.loader import Loader, LoaderOptions
-from runner.distributed.ddp import DDP
-from runner.distributed.fsdp import FSDP
-from runner.distributed.strategy import Single, Strategy
-from runner.distributed.torchrun import ProcessRank
 from runner.precision.registry import load_precision
-from runner.training.loop import fit
+from runner.training.strategies.ddp import DDP
+from runner.training.strategies.fsdp import FSDP
 from runner.training.tasks.language import Language
-from runner.utils.accelerator import Accelerator
-from runner.utils.tensors import MIB
 
 CONTEXT, LAYERS = 64, 4
 EXAMPLES = 2  # of each process in a step

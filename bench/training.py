@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from runner.precision.contract import Precision
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.task import Task
+from runner.core.policy.precision import Precision
 from runner.training.own_state import own_hooks
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.tasks.task import Task
 
 CPU = torch.device("cpu")
 VOCABULARY = 256

@@ -22,13 +22,13 @@ from omegaconf import OmegaConf
 
 from runner.cli.main import option_note
 from runner.config.commands import COMMANDS
-from runner.config.room import section_texts, sections
-from runner.config.schema import RunSpec
+from runner.core.base.errors import Unavailable
+from runner.core.config.room import section_texts, sections
+from runner.core.config.schema import RunSpec
+from runner.core.record.metric_names import METRICS
 from runner.precision.registry import load_precision, precision_names, yaml_header
 from runner.rooms import install_rooms
-from runner.tracking.metric_names import METRICS
 from runner.tracking.result_table import METRIC_PREFIX, SETTING_PREFIX, table_columns
-from runner.utils.errors import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

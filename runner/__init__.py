@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from runner.api.sweeps import SweepResult as SweepResult
     from runner.api.sweeps import advise as advise
     from runner.api.sweeps import sweep as sweep
-    from runner.config.schema import RunSpec as RunSpec
+    from runner.core.base.errors import ConfigError as ConfigError
+    from runner.core.base.errors import RunnerError as RunnerError
+    from runner.core.base.errors import Unavailable as Unavailable
+    from runner.core.config.schema import RunSpec as RunSpec
+    from runner.core.loop.callback import RunCallback as RunCallback
     from runner.sweeps.verdict.ranking import Advice as Advice
-    from runner.training.callbacks.callback import RunCallback as RunCallback
-    from runner.utils.errors import ConfigError as ConfigError
-    from runner.utils.errors import RunnerError as RunnerError
-    from runner.utils.errors import Unavailable as Unavailable
 
 _MODULES = {
     "Advice": "runner.sweeps.verdict.ranking",
-    "ConfigError": "runner.utils.errors",
-    "RunCallback": "runner.training.callbacks.callback",
+    "ConfigError": "runner.core.base.errors",
+    "RunCallback": "runner.core.loop.callback",
     "RunResult": "runner.api.results",
-    "RunSpec": "runner.config.schema",
-    "RunnerError": "runner.utils.errors",
+    "RunSpec": "runner.core.config.schema",
+    "RunnerError": "runner.core.base.errors",
     "SweepResult": "runner.api.sweeps",
-    "Unavailable": "runner.utils.errors",
+    "Unavailable": "runner.core.base.errors",
     "advise": "runner.api.sweeps",
     "compose": "runner.api.composition",
     "load": "runner.api.loading",

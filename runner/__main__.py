@@ -7,9 +7,9 @@ import atexit
 import sys
 from pathlib import Path
 
-from runner.utils.files import imports_without_working_directory
-from runner.utils.lasting_output import lasting_output
-from runner.utils.stop_signals import CommandSignals
+from runner.core.base.files import imports_without_working_directory
+from runner.core.base.stop_signals import CommandSignals
+from runner.output.lasting_output import lasting_output
 
 
 def main() -> int:

@@ -31,9 +31,9 @@ from runner.cli import main as command_line
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
+from runner.core.base.stop_signals import SIGNALS as STOP_SIGNALS
 from runner.rooms import install_rooms
 from runner.sweeps.launcher import job_process
-from runner.utils.stop_signals import SIGNALS as STOP_SIGNALS
 
 install_rooms()
 ROOT = Path(__file__).parents[1]

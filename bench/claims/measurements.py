@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.gpt import GPT
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.tensors import dtype_name, stored_bytes
+from runner.core.policy.precision import CPU_DEVICE
 from runner.data.datasets.digits import digits
-from runner.precision.contract import CPU_DEVICE
 from runner.precision.emulation.formats import E4M3, E5M2, Format, round_to_format
 from runner.precision.emulation.quantizers import BlockQuantizer, Nvfp4Quantizer, amax_scale
 from runner.precision.emulation.te_emulation import scaled_product
@@ -20,8 +22,6 @@ from runner.precision.layers.weight_formats import Int4Format
 from runner.precision.registry import load_precision
 from runner.precision.weight_updates import UPDATE_RULES
 from runner.precision.wide_step import attach_update
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.tensors import dtype_name, stored_bytes
 
 Values = dict[str, float]
 """Measured numbers, each with a short name."""

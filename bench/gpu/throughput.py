@@ -19,8 +19,8 @@ import torch
 from bench.common import parse_options
 from bench.training import training_state
 from models.gpt import GPT
+from runner.core.loop.step import train_step
 from runner.precision.registry import load_precision, supported_precisions
-from runner.training.step import train_step
 from runner.training.tasks.language import Language
 
 VOCABULARY = 50304  # GPT-2's, rounded up to a multiple of 128

@@ -12,17 +12,17 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import VERSION_BASE
-from runner.config.invocation import Invocation
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, check_config_dir, rewrite_arguments
 from runner.config.resolve import check_run_keys, register_schema, resolve_spec
-from runner.config.room import mode_named
-from runner.config.schema import RunSpec
-from runner.distributed import torchrun
+from runner.core.base import torchrun
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import quote_value
+from runner.core.base.secrets import redact_override
+from runner.core.config.invocation import Invocation
+from runner.core.config.room import mode_named
+from runner.core.config.schema import RunSpec
 from runner.rooms import install_rooms
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import quote_value
-from runner.utils.secrets import redact_override
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunSpec:

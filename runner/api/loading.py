@@ -7,13 +7,13 @@ from pathlib import Path
 from runner.api.results import RunResult
 from runner.api.sweeps import SweepResult
 from runner.config.overrides import path_exists
+from runner.core.base.errors import ConfigError
+from runner.core.base.layout import CONFIG, MANIFEST, RESULT
+from runner.core.base.secrets import redact
 from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import find_parent_run, report_folder
 from runner.tracking.uri import is_configured_store, resolve_uri, sqlite_path
-from runner.utils.errors import ConfigError
-from runner.utils.layout import CONFIG, MANIFEST, RESULT
-from runner.utils.secrets import redact
 
 
 def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:

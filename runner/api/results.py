@@ -5,12 +5,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.checkpoint import checkpoint_file
-from runner.modes import result as run_result
+from runner.core.base.errors import ConfigError
+from runner.core.base.terminal import sanitize
+from runner.core.record import checkpoint_file
+from runner.core.run import result as run_result
 from runner.tracking import history
 from runner.tracking.result_table import page_lines, result_rows, table_rows
-from runner.utils.errors import ConfigError
-from runner.utils.terminal import sanitize
 
 if TYPE_CHECKING:
     import pandas
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class RunResult(run_result.RunResult):
     """The numbers of a run and how it ended, with what the run recorded and the trained weights.
 
-    runner.core.RunResult lists the attributes.
+    The class that it derives from lists the attributes.
     """
 
     @classmethod

@@ -15,22 +15,22 @@ from torch.utils.data import Dataset
 from runner.api.composition import check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.api.results import RunResult
-from runner.checkpoint.checkpoint_file import checkpoints_of_run
-from runner.config.invocation import Invocation, given_keys, given_objects
-from runner.config.schema import AUTO, RunSpec
-from runner.distributed import torchrun
-from runner.modes import result as run_result
-from runner.modes.run import run as run_spec
-from runner.precision.sessions import one_run
+from runner.core.base import torchrun
+from runner.core.base.errors import ConfigError
+from runner.core.base.layout import MANIFEST, RESULT
+from runner.core.base.stop_signals import Stopped
+from runner.core.config.invocation import Invocation, given_keys, given_objects
+from runner.core.config.schema import AUTO, RunSpec
+from runner.core.loop.callback import RunCallback
+from runner.core.policy.sessions import one_run
+from runner.core.record.checkpoint_file import checkpoints_of_run
+from runner.core.run import result as run_result
+from runner.core.run.run import run_spec
+from runner.output.console import plain_console, silent_console
+from runner.output.lasting_output import lasting_output
+from runner.output.notebook_log import folded_log
 from runner.sweeps.sweep_resume import final_result
 from runner.tracking.result_table import print_result, result_line
-from runner.training.callbacks.callback import RunCallback
-from runner.utils.console import plain_console, silent_console
-from runner.utils.errors import ConfigError
-from runner.utils.lasting_output import lasting_output
-from runner.utils.layout import MANIFEST, RESULT
-from runner.utils.notebook_log import folded_log
-from runner.utils.stop_signals import Stopped
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, of which every run trains a copy; or a function or class that builds one, called under

@@ -12,9 +12,16 @@ from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.results import RunResult
 from runner.api.runs import Data, Loss, Model, check_new_folder
-from runner.config.invocation import given_objects
 from runner.config.overrides import check_config_dir, rewrite_arguments
 from runner.config.resolve import register_schema
+from runner.core.base.errors import ConfigError, RunnerError
+from runner.core.base.formatting import quote_value
+from runner.core.base.stop_signals import Interrupted, SignalHandler, interrupt_status
+from runner.core.config.invocation import given_objects
+from runner.core.loop.callback import RunCallback
+from runner.output.lasting_output import lasting_output
+from runner.output.markup import notebook_frame
+from runner.output.notebook_log import folded_log
 from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.pages import advice_html
@@ -24,13 +31,6 @@ from runner.sweeps.sweep_resume import resume_command
 from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
 from runner.tracking.result_table import table_rows
-from runner.training.callbacks.callback import RunCallback
-from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.formatting import quote_value
-from runner.utils.lasting_output import lasting_output
-from runner.utils.markup import notebook_frame
-from runner.utils.notebook_log import folded_log
-from runner.utils.stop_signals import Interrupted, SignalHandler, interrupt_status
 
 if TYPE_CHECKING:
     import pandas

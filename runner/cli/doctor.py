@@ -12,9 +12,9 @@ from rich.table import Table
 from runner import __version__
 from runner.config.commands import DOCTOR
 from runner.config.overrides import existing_config_dir
-from runner.modes.run_metadata import installed_version
+from runner.core.base.accelerator import available_kinds, choose_accelerator
+from runner.core.run.run_metadata import installed_version
 from runner.precision.registry import supported_precisions, yaml_header
-from runner.utils.accelerator import available_kinds, choose_accelerator
 
 # Packages that only some precisions, adapters and TPUs need.
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu")

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from runner import __version__
 from runner.config import commands
 from runner.config.overrides import check_config_dir, config_dir, rewrite_arguments
-from runner.config.room import modes
-from runner.distributed import torchrun
+from runner.core.base import torchrun
+from runner.core.base.errors import ConfigError, RunnerError
+from runner.core.base.files import unreadable
+from runner.core.base.layout import BUILT_IN_CONFIGS
+from runner.core.base.stop_signals import CommandSignals, interrupt_status
+from runner.core.base.terminal import PlainFormatter, is_text, print_error
+from runner.core.config.room import modes
 from runner.rooms import install_rooms
-from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep
-from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.files import unreadable
-from runner.utils.layout import BUILT_IN_CONFIGS
-from runner.utils.stop_signals import CommandSignals, interrupt_status
-from runner.utils.terminal import PlainFormatter, is_text, print_error
+from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep, print_error_once
 
 if TYPE_CHECKING:
     pass
@@ -74,10 +74,10 @@ def _run_command(argv: Sequence[str]) -> int:
             return 0
         check_config_dir(config_dir(argv))
     except RunnerError as error:
-        _print_error_once(error)
+        print_error_once(error)
         return error.exit_status
     except PermissionError as error:
-        _print_error_once(unreadable(error))
+        print_error_once(unreadable(error))
         return 2
     except torchrun.MainRankFailed:
         return 2
@@ -129,12 +129,6 @@ def _print_completions(line: str) -> None:
     if len(typed) == 1:
         offered += commands.COMMANDS
     print("\n".join(text for text in offered if text.startswith(word)), flush=True)
-
-
-def _print_error_once(error: RunnerError) -> None:
-    """Print an error, or that a signal stopped the run, in one of torchrun's processes."""
-    if torchrun.claim_message(str(error)):
-        print_error(str(error), mark="" if error.exit_status > 128 else "error: ")
 
 
 def _run_hydra(argv: Sequence[str]) -> int:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.config.commands import SYNC
-from runner.config.signature import describe_key_location
-from runner.tracking import journal as journals
+from runner.core.base.secrets import redact
+from runner.core.config.signature import describe_key_location
+from runner.core.record import journal as journals
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import check_store, resolve_uri
 from runner.tracking.writer_process import WriterProcess
-from runner.utils.secrets import redact
 
 IDLE_TIMEOUT_SECONDS = 30.0
 """Seconds without progress after which the remaining uploads count as failed."""

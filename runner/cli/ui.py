@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 
 from runner.config.commands import UI
+from runner.core.base.errors import ConfigError
+from runner.core.base.secrets import redact
+from runner.core.base.stop_signals import Stopped, StopSignals
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri
-from runner.utils.errors import ConfigError
-from runner.utils.secrets import redact
-from runner.utils.stop_signals import Stopped, StopSignals
 
 FIRST_PORT = 5000
 LAST_PORT = 5100

@@ -1,1 +1,1 @@
-"""Turn a command line and yaml files into a checked RunSpec. Hydra stops here."""
+"""Compose a command line and yaml files with Hydra into a run spec."""

@@ -13,7 +13,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.plugin import Plugin
 from omegaconf import OmegaConf
 
-from runner.utils.files import import_paths
+from runner.core.base.files import import_paths
 
 _ROOT = "hydra_plugins"
 _SPACE = f"{_ROOT}.runner"

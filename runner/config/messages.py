@@ -18,12 +18,12 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from runner.config.annotations import annotation_words
 from runner.config.commands import COMMANDS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
-from runner.utils.errors import first_line, nearest_names
-from runner.utils.layout import BUILT_IN_CONFIGS
-from runner.utils.terminal import quote_command
+from runner.core.base.errors import first_line, nearest_names
+from runner.core.base.layout import BUILT_IN_CONFIGS
+from runner.core.base.terminal import quote_command
+from runner.core.config.annotations import annotation_words
 
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {

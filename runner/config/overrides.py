@@ -9,14 +9,14 @@ from pathlib import Path
 import yaml
 
 from runner.config.hydra_plugins import set_plugin_folders
-from runner.config.room import sections
-from runner.config.schema import PRECISION_ALIASES, RunSpec
-from runner.distributed import torchrun
-from runner.utils.errors import ConfigError
-from runner.utils.files import check_values, read_text
-from runner.utils.formatting import quote_value
-from runner.utils.layout import BUILT_IN_CONFIGS, CONFIG
-from runner.utils.terminal import sanitize
+from runner.core.base import torchrun
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import check_values, read_text
+from runner.core.base.formatting import quote_value
+from runner.core.base.layout import BUILT_IN_CONFIGS, CONFIG
+from runner.core.base.terminal import sanitize
+from runner.core.config.room import sections
+from runner.core.config.schema import PRECISION_ALIASES, RunSpec
 
 _ALIAS = re.compile(r"(^|[\s,\[{])\*[^\s*]", re.MULTILINE)
 YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)

@@ -23,12 +23,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.hydra_plugins import REMOTE, register_plugins
-from runner.config.invocation import override_texts
 from runner.config.messages import explain, has_key, precisions_with_key, unknown_key
-from runner.config.room import sections
-from runner.config.schema import RunSpec, leaves
-from runner.utils.errors import ConfigError, refuse
-from runner.utils.layout import MANIFEST, RESULT
+from runner.core.base.errors import ConfigError, refuse
+from runner.core.base.layout import MANIFEST, RESULT
+from runner.core.config.invocation import override_texts
+from runner.core.config.room import sections
+from runner.core.config.schema import RunSpec, leaves
 
 
 @cache

@@ -8,21 +8,32 @@ working directory can be imported from there.
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint, is_signed_by_user
-from runner.config.instantiation import text_targets
-from runner.config.schema import leaves
-from runner.config.signature import describe_key_location
-from runner.config.targets import children, locate
-from runner.utils.errors import ConfigError, refuse
-from runner.utils.layout import BUILT_IN_CONFIGS
+from runner.core.base.errors import ConfigError, refuse
+from runner.core.base.files import (
+    MAX_CONFIG_BYTES,
+    check_values,
+    interpolation_problem,
+    read_json,
+    read_text,
+)
+from runner.core.base.layout import BUILT_IN_CONFIGS, CONFIG, SIGNATURE
+from runner.core.config.instantiation import text_targets
+from runner.core.config.schema import leaves
+from runner.core.config.signature import describe_key_location, is_signed
+from runner.core.config.targets import children, locate
+from runner.core.record.checkpoint_file import LoadedCheckpoint, is_signed_by_user
 
 _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 """Packages whose functions return models."""
@@ -158,3 +169,34 @@ def _locate_or_none(target: str) -> Any:
         return locate(target)
     except ConfigError:
         return None
+
+
+def folder_config(folder: Path, key: str) -> SavedConfig | None:
+    """Return the settings in a run's folder; None where its config is gone.
+
+    Args:
+        folder: of the run.
+        key: config key that names the folder or a file in it.
+
+    Raises:
+        ConfigError: the file is not a config as a run writes it.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        text = read_text(path, MAX_CONFIG_BYTES)
+        check_values(yaml.safe_load(text), path)
+        values: Any = OmegaConf.to_container(OmegaConf.create(text))
+        problem = interpolation_problem(values)
+        if not isinstance(values, dict):
+            raise ValueError
+    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException):
+        raise ConfigError(f"{path} is damaged.") from None
+    if problem:
+        raise ConfigError(f"{path} {problem}.")
+    signed = None
+    with suppress(OSError, ValueError):
+        signed = read_json(folder / SIGNATURE)
+    is_own = isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
+    return SavedConfig(values, folder, key, is_own)

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from runner.config.instantiation import data_target_node, target_name
-from runner.config.room import mode_named
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group, build_value
-from runner.data.batch_layout import IGNORED_LABEL, PAIRS
+from runner.core.base.errors import ConfigError, RunnerError, refuse
+from runner.core.base.formatting import first_names
+from runner.core.base.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.core.config.instantiation import data_target_node, target_name
+from runner.core.config.room import mode_named
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import build_group, build_value
+from runner.core.loop.batches import IGNORED_LABEL, PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.fingerprint import fact_problems, learned_facts
 from runner.data.loader import Loader, LoaderOptions
@@ -31,9 +34,6 @@ from runner.data.stream_loader import (
     stream_problems,
 )
 from runner.data.task_target import build_task
-from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
-from runner.utils.errors import ConfigError, RunnerError, refuse
-from runner.utils.formatting import first_names
 
 _RETURN = "return (train, val), two map-style data sets, or (train, val, test)"
 _DOCS = "See docs/own-code.md."
@@ -188,7 +188,7 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
     """Yield why data.meta.input is wrong; of several inputs or fields nothing.
 
     Raises:
-        ConfigError: the example has another layout than those of runner.data.batch_layout.
+        ConfigError: the example has another layout than those of runner.core.loop.batches.
     """
     is_sequence = isinstance(example, tuple | list)
     if not isinstance(example, Mapping) and not (is_sequence and len(example) > 1):

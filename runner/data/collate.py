@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
-from runner.utils.errors import RunnerError, first_line
-from runner.utils.reproducibility import host_rng_state, seed_generator, set_host_rng_state
-from runner.utils.stop_signals import Stopped
+from runner.core.base.errors import RunnerError, first_line
+from runner.core.base.random_state import host_rng_state, seed_generator, set_host_rng_state
+from runner.core.base.stop_signals import Stopped
 
 _PARTS = ("input", "target")
 _OWN_COLLATOR = (

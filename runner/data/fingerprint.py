@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
-from runner.config.targets import target_arguments
+from runner.core.base.formatting import first_names
+from runner.core.base.random_state import seed_host
+from runner.core.config.targets import target_arguments
 from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData, RunSets, Splits
 from runner.data.stream_loader import first_examples, is_stream
 from runner.data.value_hash import hash_value, value_digest
-from runner.utils.formatting import first_names
-from runner.utils.reproducibility import seed_host
 
 SAMPLE_COUNT = 64  # examples that a digest covers at most
 DIGEST_BYTES = 8

@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from runner.config.schema import AUTO
-from runner.data.batch_layout import (
+from runner.core.base.errors import ConfigError
+from runner.core.base.random_state import seed_host
+from runner.core.base.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.core.config.schema import AUTO
+from runner.core.loop.batches import (
     FIRST_STEP,
     PAIRS,
     Batch,
@@ -33,9 +36,6 @@ from runner.data.batch_layout import (
 from runner.data.collate import CollateFailure, Collator, collate, makes_batches
 from runner.data.sampling import SamplerOrder, restored_random_state
 from runner.data.workers import init_worker, wait_for_batch
-from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
-from runner.utils.errors import ConfigError
-from runner.utils.reproducibility import seed_host
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.data.batch_layout import TARGET_FIELDS
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
+from runner.core.loop.batches import TARGET_FIELDS
 
 _MASK_FIELDS = ("attention_mask", "token_type_ids")
 """Fields of a dict that are padded with 0, whatever input_value is."""

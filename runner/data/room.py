@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from runner.config.room import Room
-from runner.config.schema import RunSpec
-from runner.config.targets import check_targets, loading_problems
+from runner.core.config.room import Room
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import check_targets, loading_problems
 
 
 def _problems(spec: RunSpec) -> Iterator[str]:

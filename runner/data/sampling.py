@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.reproducibility import (
+from runner.core.base.errors import ConfigError, RunnerError
+from runner.core.base.random_state import (
     host_rng_state,
     seed_generator,
     seed_host,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runner.data.batch_layout import Batch, steps_of_epoch
+from runner.core.loop.batches import Batch, steps_of_epoch
 from runner.data.loader import Loader
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 

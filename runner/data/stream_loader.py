@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from runner.config.instantiation import target_name
-from runner.config.room import mode_named
-from runner.config.schema import RunSpec
-from runner.data.batch_layout import FIRST_STEP, Batch, StartingPoint, batch_seed
+from runner.core.base.errors import ConfigError, DataError, RunnerError
+from runner.core.base.random_state import seed_host
+from runner.core.base.stop_signals import Stopped
+from runner.core.base.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.core.config.instantiation import target_name
+from runner.core.config.room import mode_named
+from runner.core.config.schema import RunSpec
+from runner.core.loop.batches import FIRST_STEP, Batch, StartingPoint, batch_seed
 from runner.data.collate import collate, error_with_line
 from runner.data.loader import (
     DEFAULT_OPTIONS,
@@ -34,10 +38,6 @@ from runner.data.loader import (
 from runner.data.sampling import restored_random_state
 from runner.data.value_hash import value_digest
 from runner.data.workers import init_worker, wait_for_batch
-from runner.distributed.torchrun import SINGLE_PROCESS, ProcessRank
-from runner.utils.errors import ConfigError, DataError, RunnerError
-from runner.utils.reproducibility import seed_host
-from runner.utils.stop_signals import Stopped
 
 
 def is_stream(dataset: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from runner.config.instantiation import MetricItem, metric_items, target_name
-from runner.config.targets import (
+from runner.core.base.errors import ConfigError
+from runner.core.config.instantiation import MetricItem, metric_items, target_name
+from runner.core.config.targets import (
     build_group,
     build_value,
     locate,
@@ -18,8 +19,7 @@ from runner.config.targets import (
     value_problems,
     without_runner_keys,
 )
-from runner.training.tasks.task import TaskAdditions
-from runner.utils.errors import ConfigError
+from runner.core.loop.task import TaskAdditions
 
 DIRECTIONS: Mapping[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
 """The values of task.direction."""
@@ -84,7 +84,7 @@ def build_task(task: Mapping[str, Any]) -> Any:
         if not hasattr(built, "extend"):
             raise ConfigError(
                 f"task.{next(iter(added))} fits tasks that derive from "
-                f"runner.training.tasks.task.Task, which {task['_target_']} does not."
+                f"runner.core.loop.task.Task, which {task['_target_']} does not."
             )
         built.extend(_build_additions(added))
     return built

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch.multiprocessing import set_sharing_strategy
 from torch.utils.data import _utils
 
-from runner.utils.stop_signals import Stopped, ignore_signals
+from runner.core.base.stop_signals import Stopped, ignore_signals
 
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from runner.data.batch_layout import Batch
+from runner.core.base.errors import ConfigError
+from runner.core.loop.batches import Batch
+from runner.core.loop.task import IGNORED, Task
 from runner.data.splits import label_remedy
 from runner.data.step_samples import StepSamples, targets_of_steps
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.training.tasks.detection import Detection
-from runner.training.tasks.task import IGNORED, Task
-from runner.utils.errors import ConfigError
 
 ROWS_PER_PIECE = 4096
 """Rows of data in memory that are checked in one piece; the time is read after each."""

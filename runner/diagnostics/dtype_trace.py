@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.training.model_call import plain_module
-from runner.utils.module_tape import ROOT, ModuleTape
-from runner.utils.tensors import dtype_name, inner_tensors
+from runner.core.base.module_tape import ROOT, ModuleTape
+from runner.core.base.tensors import dtype_name, inner_tensors
+from runner.core.loop.model_call import plain_module
 
 _HEAVY = (
     *("convolution", "mm", "linear", "scaled_dot_product"),

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from runner.config.messages import CPU_CASTS
+from runner.core.base.formatting import first_names, format_percent
+from runner.core.base.tensors import dtype_name
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.precision import CPU_DEVICE, Precision
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.precision.contract import CPU_DEVICE, Precision
-from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.precision.layers.experts import Experts
-from runner.utils.formatting import first_names, format_percent
-from runner.utils.tensors import dtype_name
 
 MIN_ASKED_SHARE = 0.9
 """Share of the work in the format that was asked for, below which a run warns."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.utils.module_tape import ROOT, ModuleTape
-from runner.utils.tensors import dtype_name, widest_float
+from runner.core.base.module_tape import ROOT, ModuleTape
+from runner.core.base.tensors import dtype_name, widest_float
 
 
 class TracedTensor(NamedTuple):

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.config.invocation import Invocation
-from runner.config.schema import RunSpec
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import read_json, write_text
+from runner.core.base.formatting import relative_path
+from runner.core.base.layout import GUARD_FOLDER
+from runner.core.base.secrets import redact_values
+from runner.core.config.invocation import Invocation
+from runner.core.config.schema import RunSpec
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import DatasetLoader
-from runner.utils.errors import ConfigError
-from runner.utils.files import read_json, write_text
-from runner.utils.formatting import relative_path
-from runner.utils.layout import GUARD_FOLDER
-from runner.utils.secrets import redact_values
 
 _NO_INDICES = "The train set is a stream, whose samples have no indices to be replayed by."
 

@@ -16,6 +16,7 @@ The record's own calls in a loop:
 
 from typing import Any
 
+from runner.core.base.errors import ConfigError
 from runner.integrations.loop_record import LoopRecord
 from runner.integrations.training_source import (
     PrecisionRequest,
@@ -25,7 +26,6 @@ from runner.integrations.training_source import (
     missing_package,
     torch_optimizer,
 )
-from runner.utils.errors import ConfigError
 
 try:
     from accelerate import Accelerator

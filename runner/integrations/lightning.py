@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runner.core.base.errors import ConfigError
 from runner.integrations.loop_record import LoopRecord
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
@@ -36,7 +37,6 @@ from runner.integrations.training_source import (
     missing_package,
     torch_optimizer,
 )
-from runner.utils.errors import ConfigError
 
 try:
     from lightning.fabric import Fabric

@@ -20,8 +20,29 @@ from uuid import uuid4
 
 import yaml
 
-from runner.config.invocation import Invocation
-from runner.config.schema import leaves
+from runner.core.base.errors import ConfigError, TrackingError
+from runner.core.base.files import (
+    check_links,
+    folder_lock,
+    os_error_reason,
+    write_table,
+    write_text,
+)
+from runner.core.base.formatting import now_ms, relative_path
+from runner.core.base.layout import CONFIG, ENVIRONMENT, MANIFEST, RESULT
+from runner.core.base.secrets import redact, redact_values
+from runner.core.base.tensors import MIB, float32_bytes, stored_bytes
+from runner.core.base.terminal import quote_command
+from runner.core.config.invocation import Invocation
+from runner.core.config.schema import leaves
+from runner.core.loop.callback import RunCallback, RunHandle
+from runner.core.loop.records import EvalRecord
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.record.journal import has_live_owner, latest_journal
+from runner.core.record.tracker import RunInfo, RunOutput, Tracker
+from runner.core.record.tracker import Status as StoreStatus
+from runner.core.run import run_metadata
+from runner.core.run.result import RunResult, Status
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.integrations.steps import StepReader, StepRecords, restore_summary
@@ -33,29 +54,14 @@ from runner.integrations.training_source import (
     step_dtypes,
     substitution_text,
 )
-from runner.modes import run_metadata
-from runner.modes.result import RunResult, Status
 from runner.modes.training_outputs import DTYPES_FILE, save_loss_scale, tables_tag
-from runner.precision.conversion_report import ConversionReport
+from runner.output.console import plain_console
+from runner.output.markup import markdown_code
 from runner.sweeps.manifest import Manifest
 from runner.tracking import history, notes
-from runner.tracking.journal import has_live_owner, latest_journal
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.result_table import print_result
-from runner.tracking.tracker import RunInfo, RunOutput, Tracker
-from runner.tracking.tracker import Status as StoreStatus
-from runner.training.callbacks.callback import RunCallback, RunHandle
 from runner.training.callbacks.runner_callbacks import MetricLogger, RunSummary
-from runner.training.records import EvalRecord
-from runner.utils.console import plain_console
-from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.files import check_links, folder_lock, os_error_reason, write_table, write_text
-from runner.utils.formatting import now_ms, relative_path
-from runner.utils.layout import CONFIG, ENVIRONMENT, MANIFEST, RESULT
-from runner.utils.markup import markdown_code
-from runner.utils.secrets import redact, redact_values
-from runner.utils.tensors import MIB, float32_bytes, stored_bytes
-from runner.utils.terminal import quote_command
 
 _STATUS: dict[str, StoreStatus] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 

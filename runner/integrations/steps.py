@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from runner.core.base.errors import ConfigError, TrackingError
+from runner.core.base.formatting import now_ms
+from runner.core.loop.callback import RunCallback, RunHandle, dispatch
+from runner.core.loop.records import DeviceStepRecord, EvalRecord, Record, RecordBuffer
+from runner.core.loop.state import TrainState
+from runner.core.policy.gradients import finish_gradients, grad_norms, gradients_of
 from runner.diagnostics.numerics.probe import NumericsCallback
-from runner.precision.gradients import finish_gradients, grad_norms, gradients_of
 from runner.tracking.history import Curve
-from runner.training.callbacks.callback import RunCallback, RunHandle, dispatch
 from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.expert_loads import ExpertLoads
-from runner.training.records import DeviceStepRecord, EvalRecord, Record, RecordBuffer
-from runner.training.state import TrainState
-from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.formatting import now_ms
 
 log = logging.getLogger(__name__)
 

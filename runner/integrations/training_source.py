@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from runner.core.base.accelerator import Accelerator
+from runner.core.base.errors import ConfigError, Unavailable, refuse
+from runner.core.base.tensors import dtype_name
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.policy.loss_scale import LossScale, NoLossScale
+from runner.core.record.metric_names import VAL_LOSS
 from runner.integrations.steps import scale_value
-from runner.precision.loss_scale import LossScale, NoLossScale
 from runner.precision.registry import load_precision, precision_names
-from runner.tracking.metric_names import VAL_LOSS
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.model_loss import ModelLoss
-from runner.utils.accelerator import Accelerator
-from runner.utils.errors import ConfigError, Unavailable, refuse
-from runner.utils.tensors import dtype_name
 
 _GROUP_NAME = re.compile(r"\w[\w .-]*")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from runner.core.base.errors import ConfigError
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
     PrecisionRequest,
@@ -27,7 +28,6 @@ from runner.integrations.training_source import (
     torch_optimizer,
     watch_method,
 )
-from runner.utils.errors import ConfigError
 
 try:
     from accelerate.utils import find_batch_size

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.data.batch_layout import KeywordInputs, PositionalInputs
+from runner.core.base.errors import ConfigError
+from runner.core.base.tensors import dtype_name
+from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.loop.model_call import takes_fields
 from runner.modes.error_rules import (
     LIBRARIES,
     Failure,
@@ -19,10 +22,7 @@ from runner.modes.error_rules import (
     matches,
     precision_advice,
 )
-from runner.training.model_call import takes_fields
 from runner.training.tasks.tensor_task import TensorTask
-from runner.utils.errors import ConfigError
-from runner.utils.tensors import dtype_name
 
 _LAYOUTS = "(docs/own-code.md)"
 

@@ -22,16 +22,33 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.annotations import typed_value
-from runner.config.invocation import Invocation
 from runner.config.messages import dotted_keys
 from runner.config.overrides import DTYPE_PRECISIONS, path_exists
 from runner.config.resolve import resolve_spec
-from runner.config.schema import PRECISION_ALIASES, RunSpec
-from runner.config.targets import build_group
-from runner.config.trusted_targets import SavedConfig
-from runner.data.batch_layout import Batch
+from runner.config.trusted_targets import SavedConfig, folder_config
+from runner.core.base.accelerator import choose_accelerator
+from runner.core.base.errors import ConfigError, Unavailable
+from runner.core.base.files import interpolation_problem, read_json
+from runner.core.base.formatting import now_ms, relative_path
+from runner.core.base.layout import CONFIG, RESULT
+from runner.core.base.random_state import seed_all
+from runner.core.config.annotations import typed_value
+from runner.core.config.invocation import Invocation
+from runner.core.config.schema import PRECISION_ALIASES, RunSpec
+from runner.core.config.targets import build_group
+from runner.core.loop.batches import Batch
+from runner.core.loop.state import TrainState
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.precision import ConversionPlan
+from runner.core.record.checkpoint_file import LoadedCheckpoint
+from runner.core.run.context import (
+    PlannedRun,
+    RunContext,
+    RunOutcome,
+    TrainingSetup,
+    build_result,
+    prepare_process,
+)
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
@@ -56,14 +73,6 @@ from runner.diagnostics.divergence.reference import (
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.diagnostics.divergence.tensor_error import log_probability_error
 from runner.diagnostics.room import DiffSpec
-from runner.modes.context import (
-    PlannedRun,
-    RunContext,
-    RunOutcome,
-    TrainingSetup,
-    build_result,
-    prepare_process,
-)
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.replay import checkpoint_before_step, states_before
 from runner.modes.saved_run import (
@@ -71,25 +80,15 @@ from runner.modes.saved_run import (
     RUN_KEYS,
     changes,
     check_run,
-    folder_config,
     merge,
     typed_overrides,
 )
 from runner.precision import registry
-from runner.precision.contract import ConversionPlan
-from runner.precision.conversion_report import ConversionReport
 from runner.tracking import locate
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.model import build_model, restore_model, restore_precision_state
-from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
-from runner.utils.accelerator import choose_accelerator
-from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.files import interpolation_problem, read_json
-from runner.utils.formatting import now_ms, relative_path
-from runner.utils.layout import CONFIG, RESULT
-from runner.utils.reproducibility import seed_all
 
 PAGE = "diff.html"
 NUMBERS = "diff.json"

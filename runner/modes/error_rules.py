@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.precision.contract import Precision
+from runner.core.base.formatting import first_names
+from runner.core.base.modules import matches_pattern, outermost_names
+from runner.core.base.tensors import dtype_name
+from runner.core.loop.task import Task
+from runner.core.policy.precision import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.emulation.cpu_kernels import choose_kernels
 from runner.precision.keep_fp32 import KeptInFloat32, keep_in_float32
 from runner.training.tasks.detection import Detection
-from runner.training.tasks.task import Task
-from runner.utils.formatting import first_names
-from runner.utils.modules import matches_pattern, outermost_names
-from runner.utils.tensors import dtype_name
 
 _HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}
 """Half-precision dtypes, and how the names of their precisions begin."""

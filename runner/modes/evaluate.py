@@ -12,15 +12,20 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.instantiation import TASK_KEYS
 from runner.config.trusted_targets import checkpoint_config
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import first_names, now_ms
+from runner.core.base.random_state import saved_forward_state
+from runner.core.config.instantiation import TASK_KEYS
+from runner.core.loop.loop import evaluate_sets, evaluation_mode
+from runner.core.loop.state import TrainState
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint
+from runner.core.run.context import PlannedRun, RunContext, RunOutcome, build_result
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.context import PlannedRun, RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model
 from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
@@ -28,14 +33,9 @@ from runner.modes.training_outputs import describe_computation, make_evaluation_
 from runner.tracking import locate
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.loop import evaluate_sets, evaluation_mode
 from runner.training.model import restore_model
 from runner.training.setup import build_state
-from runner.training.state import TrainState
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names, now_ms
-from runner.utils.reproducibility import saved_forward_state
 
 _TRAIN_KEYS = ("batch_size", "num_workers", "channels_last", "compile", "compile_rounding")
 """Keys of train that the numbers of an evaluation depend on, by the batches or by rounding."""

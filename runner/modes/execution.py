@@ -15,16 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint import checkpoint_file, weight_files
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.schema import RunSpec
+from runner.core.base.errors import RunnerError
+from runner.core.base.modules import set_training
+from runner.core.base.random_state import saved_forward_state, seed_all
+from runner.core.config.schema import RunSpec
+from runner.core.loop.model_call import call_model
+from runner.core.loop.state import TrainState
+from runner.core.policy.precision import ConversionPlan
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint
+from runner.core.run.context import TrainingSetup
 from runner.data.sampling import restored_random_state
-from runner.modes.context import TrainingSetup
 from runner.precision.casting import CastCacheWatch
-from runner.precision.contract import ConversionPlan
 from runner.precision.conversion_proof import prove_model
 from runner.precision.forward_watch import ModelTrial
 from runner.tracking import locate
+from runner.training.formats import weight_files
 from runner.training.initial_weights import rename
 from runner.training.model import (
     BuiltModel,
@@ -33,12 +39,7 @@ from runner.training.model import (
     build_sharded_model,
     restore_precision_state,
 )
-from runner.training.model_call import call_model
 from runner.training.setup import build_state
-from runner.training.state import TrainState
-from runner.utils.errors import RunnerError
-from runner.utils.modules import set_training
-from runner.utils.reproducibility import saved_forward_state, seed_all
 
 
 def build_execution(

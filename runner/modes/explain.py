@@ -9,26 +9,26 @@ from contextlib import closing, nullcontext
 from rich.table import Table
 from torch import nn
 
+from runner.core.base.formatting import format_number
+from runner.core.base.modules import select_modules, set_training
+from runner.core.base.random_state import seed_all
+from runner.core.base.tensors import dtype_name
+from runner.core.loop.step import backpropagate, examples_in, loss_of
+from runner.core.policy.conversion_report import ModuleConversion
+from runner.core.run.context import RunContext, TrainingSetup, prepare_process
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import NumericsSnapshot
-from runner.modes.context import RunContext, TrainingSetup, prepare_process
 from runner.modes.execution import build_execution, starting_model
 from runner.modes.startup import try_batch
 from runner.precision.conversion import ROOT_NAME
-from runner.precision.conversion_report import ModuleConversion
 from runner.precision.emulation.formats import FORMATS
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, KeptInFloat32
 from runner.precision.layers.experts import Experts, expert_parts, stack_names
 from runner.precision.layers.weight_formats import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
-from runner.training.step import backpropagate, examples_in, loss_of
-from runner.utils.formatting import format_number
-from runner.utils.modules import select_modules, set_training
-from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import dtype_name
 
 _FLOW_COLUMNS = {
     "inputs": "takes",

@@ -8,7 +8,19 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
+from runner.core.base.files import write_json
+from runner.core.base.random_state import seed_all
+from runner.core.base.tensors import (
+    GIB,
+    MIB,
+    count_elements,
+    dtype_name,
+    stored_bytes,
+    tensor_bytes,
+)
+from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
+from runner.core.policy.precision import ConversionPlan, Precision
+from runner.core.run.context import RunContext
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     find_experts,
@@ -16,9 +28,7 @@ from runner.diagnostics.memory.forecast import (
     largest_fitting_batch,
     peak_forecast,
 )
-from runner.modes.context import RunContext
 from runner.modes.execution import read_initial_weights
-from runner.precision.contract import ConversionPlan, Precision
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
@@ -31,9 +41,6 @@ from runner.training.setup import (
     embedding_parameters,
     parameters_by_optimizer,
 )
-from runner.utils.files import write_json
-from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import GIB, MIB, count_elements, dtype_name, stored_bytes, tensor_bytes
 
 
 def plan(run: RunContext) -> None:

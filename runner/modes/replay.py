@@ -16,12 +16,29 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
-from runner.config.invocation import Invocation
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group
-from runner.data.batch_layout import Batch
+from runner.config.trusted_targets import folder_config
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import format_number
+from runner.core.base.modules import set_training
+from runner.core.base.random_state import make_deterministic, rng_state, seed_all, set_rng_state
+from runner.core.base.tensors import MIB, float32_bytes
+from runner.core.config.invocation import Invocation
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import build_group
+from runner.core.loop.batches import Batch
+from runner.core.loop.loop import (
+    accumulation_batches,
+    evaluate_sets,
+    is_evaluation_step,
+    total_steps,
+)
+from runner.core.loop.state import TrainState
+from runner.core.loop.step import backpropagate, examples_in, loss_of, train_step
+from runner.core.loop.task import Task, mean
+from runner.core.policy.precision import Precision
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
+from runner.core.run.context import PlannedRun, RunContext, TrainingSetup
 from runner.data.build import build_data, build_run_loaders
 from runner.data.step_samples import saved_batches
 from runner.data.stream_loader import DatasetLoader, StreamLoader
@@ -35,31 +52,15 @@ from runner.diagnostics.nonfinite_trace import (
     first_nonfinite,
 )
 from runner.diagnostics.saved_batch import SavedBatch
-from runner.modes.context import PlannedRun, RunContext, TrainingSetup
 from runner.modes.execution import build_execution, read_initial_weights, starting_model
-from runner.modes.saved_run import RUN_KEYS, check_run, folder_config, merge
+from runner.modes.saved_run import RUN_KEYS, check_run, merge
 from runner.precision import registry
-from runner.precision.contract import Precision
 from runner.training import state_dict
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.loop import (
-    accumulation_batches,
-    evaluate_sets,
-    is_evaluation_step,
-    total_steps,
-)
 from runner.training.model import build_model, keeps_adapter
 from runner.training.own_state import OwnState, saved_state
-from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.step import backpropagate, examples_in, loss_of, train_step
-from runner.training.tasks.task import Task, mean
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import format_number
-from runner.utils.modules import set_training
-from runner.utils.reproducibility import make_deterministic, rng_state, seed_all, set_rng_state
-from runner.utils.tensors import MIB, float32_bytes
 
 ROWS_BEFORE_FIRST = 3
 """Rows that are shown before the first tensor that is not finite."""

@@ -13,22 +13,22 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
-from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec
-from runner.config.schema import AUTO, RunSpec
-from runner.config.targets import GROUP_KEYS
 from runner.config.trusted_targets import checkpoint_config
-from runner.distributed.strategy import Strategy
-from runner.modes.context import PlannedRun
-from runner.modes.result import RunResult
+from runner.core.base.errors import ConfigError, RunnerError
+from runner.core.base.files import is_locked
+from runner.core.base.layout import MANIFEST
+from runner.core.config.invocation import Invocation
+from runner.core.config.schema import AUTO, RunSpec
+from runner.core.config.targets import GROUP_KEYS
+from runner.core.loop.strategy import Strategy
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
+from runner.core.run.context import PlannedRun
+from runner.core.run.result import RunResult
 from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides
 from runner.tracking import locate
 from runner.tracking.run_store import with_run_store
-from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.files import is_locked
-from runner.utils.layout import MANIFEST
 
 _MAX_SKIPPED_RUNS = 3
 """Skipped runs that the error of checkpoint.resume=last names."""

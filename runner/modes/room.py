@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from runner.config.room import Mode, Room
-from runner.config.schema import RunSpec
+from runner.core.config.room import Mode, Room
+from runner.core.config.schema import RunSpec
 
 if TYPE_CHECKING:
-    from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-    from runner.distributed.strategy import Strategy
-    from runner.modes.context import PlannedRun, RunContext, RunOutcome
+    from runner.core.loop.strategy import Strategy
+    from runner.core.record.checkpoint_file import LoadedCheckpoint
+    from runner.core.run.context import PlannedRun, RunContext, RunOutcome
 
 
 class Train(Mode):

@@ -7,30 +7,18 @@ trained, and the store is asked for the run.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec
-from runner.config.schema import RunSpec, flatten
-from runner.config.signature import is_signed
 from runner.config.trusted_targets import SavedConfig, check_trusted, masked_keys
-from runner.utils.errors import ConfigError
-from runner.utils.files import (
-    MAX_CONFIG_BYTES,
-    check_values,
-    interpolation_problem,
-    read_json,
-    read_text,
-)
-from runner.utils.formatting import override_key
-from runner.utils.layout import CONFIG, SIGNATURE
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import override_key
+from runner.core.config.invocation import Invocation
+from runner.core.config.schema import RunSpec, flatten
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""
@@ -59,37 +47,6 @@ def typed_overrides(invocation: Invocation, saved: Mapping[str, Any] = {}) -> di
         if word is not None:
             typed = dict.fromkeys(masked_keys("data", saved.get("data", {})), word) | typed
     return typed
-
-
-def folder_config(folder: Path, key: str) -> SavedConfig | None:
-    """Return the settings in a run's folder; None where its config is gone.
-
-    Args:
-        folder: of the run.
-        key: config key that names the folder or a file in it.
-
-    Raises:
-        ConfigError: the file is not a config as a run writes it.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        return None
-    try:
-        text = read_text(path, MAX_CONFIG_BYTES)
-        check_values(yaml.safe_load(text), path)
-        values: Any = OmegaConf.to_container(OmegaConf.create(text))
-        problem = interpolation_problem(values)
-        if not isinstance(values, dict):
-            raise ValueError
-    except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException):
-        raise ConfigError(f"{path} is damaged.") from None
-    if problem:
-        raise ConfigError(f"{path} {problem}.")
-    signed = None
-    with suppress(OSError, ValueError):
-        signed = read_json(folder / SIGNATURE)
-    is_own = isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
-    return SavedConfig(values, folder, key, is_own)
 
 
 def check_run(config: SavedConfig, spec: RunSpec, invocation: Invocation) -> RunSpec:

@@ -14,8 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.schema import TrainSpec
+from runner.core.base.errors import (
+    ConfigError,
+    DataError,
+    HookError,
+    ModelError,
+    RunnerError,
+    refuse,
+)
+from runner.core.base.files import read_text, write_text
+from runner.core.base.formatting import first_names, format_percent, now_ms
+from runner.core.base.layout import DATA_DIGESTS
+from runner.core.base.random_state import saved_forward_state, seed_all
+from runner.core.base.secrets import redact_values
+from runner.core.base.tensors import MIB, count_elements, stored_bytes
+from runner.core.config.schema import TrainSpec
+from runner.core.loop.loop import evaluate, evaluation_mode
+from runner.core.loop.model_call import describe_call
+from runner.core.loop.state import TrainState
+from runner.core.loop.step import loss_of
+from runner.core.policy.loss_scale import describe_hooks, gradient_hooks
+from runner.core.record.checkpoint_file import LoadedCheckpoint
+from runner.core.run.context import RunContext, prepare_process
 from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.sampling import restored_random_state
@@ -24,31 +44,18 @@ from runner.data.stream_loader import DatasetLoader, StreamLoader, is_stream
 from runner.diagnostics.data_checks import data_problems
 from runner.diagnostics.memory.out_of_memory import MemoryWatch, is_out_of_memory
 from runner.modes import batch_rules
-from runner.modes.context import RunContext, prepare_process
 from runner.modes.error_rules import Failure
 from runner.modes.task_checks import check_totals, checked_losses, output_lines, packing_lines
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
-from runner.precision.loss_scale import describe_hooks, gradient_hooks
 from runner.training.compile import fused_rounding
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.initial_weights import InitialWeights
-from runner.training.loop import evaluate, evaluation_mode
 from runner.training.model import BuiltModel, starts_random
-from runner.training.model_call import describe_call
 from runner.training.own_state import saved_state
 from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
 from runner.training.setup import describe_state_dtypes
-from runner.training.state import TrainState
-from runner.training.step import loss_of
-from runner.utils.errors import ConfigError, DataError, HookError, ModelError, RunnerError, refuse
-from runner.utils.files import read_text, write_text
-from runner.utils.formatting import first_names, format_percent, now_ms
-from runner.utils.layout import DATA_DIGESTS
-from runner.utils.reproducibility import saved_forward_state, seed_all
-from runner.utils.secrets import redact_values
-from runner.utils.tensors import MIB, count_elements, stored_bytes
 
 _ROUNDING_LINES = {
     "eager": "compiled; rounding between fused operations: eager, after each one as uncompiled",

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.data.batch_layout import KeywordInputs
+from runner.core.base.errors import ConfigError
+from runner.core.loop.batches import KeywordInputs
+from runner.core.loop.records import name_problem
+from runner.core.loop.state import TrainState
+from runner.core.loop.step import examples_in, loss_of
+from runner.core.loop.task import Task
+from runner.core.run.context import RunContext
 from runner.diagnostics.data_checks import labels_of
-from runner.modes.context import RunContext
-from runner.training.records import name_problem
-from runner.training.state import TrainState
-from runner.training.step import examples_in, loss_of
-from runner.training.tasks.task import Task
-from runner.utils.errors import ConfigError
 
 _LOSS_TOLERANCE = 1e-4
 """Relative difference of a batch's loss from that of its halves above rounding, of one output."""

@@ -11,14 +11,22 @@ from typing import NoReturn
 
 import torch
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.invocation import current_objects
+from runner.core.base.errors import CheckpointError, ConfigError, Diverged, HookError, RunnerError
+from runner.core.base.formatting import format_number, now_ms, relative_path
+from runner.core.base.layout import RESULT
+from runner.core.base.random_state import seed_all
+from runner.core.base.tensors import MIB, tensor_bytes
+from runner.core.config.invocation import current_objects
+from runner.core.loop.loop import LoopHooks, evaluate_sets, fit, total_steps
+from runner.core.loop.state import TrainState
+from runner.core.policy.loss_scale import watch_gradient_calls
+from runner.core.record.checkpoint_file import LoadedCheckpoint
+from runner.core.run.context import RunContext, RunOutcome, build_result
+from runner.core.run.result import TIME_LIMIT, RunResult
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.context import RunContext, RunOutcome, build_result
 from runner.modes.execution import build_proven_model, starting_model
-from runner.modes.result import TIME_LIMIT, RunResult
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,
@@ -43,20 +51,12 @@ from runner.modes.training_outputs import (
     save_weights,
     wants_model_folders,
 )
-from runner.precision.loss_scale import watch_gradient_calls
 from runner.tracking.result_table import print_result
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.expert_loads import ExpertLoads
-from runner.training.loop import LoopHooks, evaluate_sets, fit, total_steps
 from runner.training.setup import build_state
-from runner.training.state import TrainState
 from runner.training.state_dict import starting_point
-from runner.utils.errors import CheckpointError, ConfigError, Diverged, HookError, RunnerError
-from runner.utils.formatting import format_number, now_ms, relative_path
-from runner.utils.layout import RESULT
-from runner.utils.reproducibility import seed_all
-from runner.utils.tensors import MIB, tensor_bytes
 
 _UNMEASURED = nullcontext()
 

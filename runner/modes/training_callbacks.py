@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint, checkpoints_in
-from runner.checkpoint.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
+from runner.core.base.formatting import first_names, relative_path
+from runner.core.loop.callback import RunCallback, RunHandle, TrainingEnd, dispatch
+from runner.core.loop.loop import is_evaluation_step, total_steps
+from runner.core.loop.records import EvalRecord, Record, StepRecord
+from runner.core.loop.state import TrainState
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint, checkpoints_in
+from runner.core.run.context import RunContext
+from runner.core.run.result import TIME_LIMIT
 from runner.data.fingerprint import learned_facts
 from runner.data.sampling import restored_random_state
 from runner.data.step_samples import samples_of_step
@@ -17,12 +23,9 @@ from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.diagnostics.room import NumericsSpec
-from runner.modes.context import RunContext
-from runner.modes.result import TIME_LIMIT
 from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
-from runner.training.callbacks.callback import RunCallback, RunHandle, TrainingEnd, dispatch
 from runner.training.callbacks.guard import EarlyStopping, Guard
 from runner.training.callbacks.progress import progress
 from runner.training.callbacks.runner_callbacks import (
@@ -32,12 +35,9 @@ from runner.training.callbacks.runner_callbacks import (
     RunSummary,
 )
 from runner.training.callbacks.user_callbacks import UserCallbacks
-from runner.training.loop import is_evaluation_step, total_steps
+from runner.training.formats.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
 from runner.training.own_state import OwnState
-from runner.training.records import EvalRecord, Record, StepRecord
-from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
-from runner.utils.formatting import first_names, relative_path
 
 
 class TrainingCallbacks:

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from runner.core.base.errors import ConfigError, DataError, ModelError, RunnerError, first_line
+from runner.core.base.formatting import first_names
+from runner.core.base.module_tape import ModuleTape
+from runner.core.loop.loop import evaluation_mode
+from runner.core.loop.model_call import call_model
+from runner.core.loop.state import TrainState
+from runner.core.run.context import RunContext
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver
-from runner.modes.context import RunContext
 from runner.modes.error_rules import Failure, precision_advice
-from runner.training.loop import evaluation_mode
-from runner.training.model_call import call_model
-from runner.training.state import TrainState
-from runner.utils.errors import ConfigError, DataError, ModelError, RunnerError, first_line
-from runner.utils.formatting import first_names
-from runner.utils.module_tape import ModuleTape
 
 # Texts of PyTorch's errors: a backward without a gradient; labels and tokens out of range, in the
 # loss, in an embedding on a CPU, and in either of them on a GPU.

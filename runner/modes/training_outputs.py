@@ -17,35 +17,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint.export import ExportedModel, ExportError, check_layers, error_line, export
-from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import os_error_reason, prepare_output, write_table
+from runner.core.base.formatting import first_names, format_number, relative_path
+from runner.core.base.layout import ADAPTER_FOLDER, PRETRAINED_FOLDER, ROUTERS
+from runner.core.base.tensors import dtype_name
+from runner.core.loop.batches import TARGET_FIELDS, KeywordInputs
+from runner.core.loop.model_call import call_model, taken_inputs
+from runner.core.loop.state import TrainState
+from runner.core.policy.conversion_report import ConversionReport, Fate
+from runner.core.record.tracker import RunOutput
+from runner.core.run.context import RunContext
 from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
-from runner.modes.context import RunContext
+from runner.output.plots import chart_style
 from runner.precision.conversion_proof import RAN_IN_TRAINING_REASON, watch_first_step
-from runner.precision.conversion_report import ConversionReport, Fate
-from runner.tracking.tracker import RunOutput
 from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.expert_loads import ExpertLoads
-from runner.training.model_call import call_model, taken_inputs
+from runner.training.formats.export import (
+    ExportedModel,
+    ExportError,
+    check_layers,
+    error_line,
+    export,
+)
 from runner.training.pretrained_folder import (
     is_pretrained_model,
     lora_layers,
     write_adapter,
     write_pretrained,
 )
-from runner.training.state import TrainState
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.tensor_task import TensorTask
-from runner.utils.errors import ConfigError
-from runner.utils.files import os_error_reason, prepare_output, write_table
-from runner.utils.formatting import first_names, format_number, relative_path
-from runner.utils.layout import ADAPTER_FOLDER, PRETRAINED_FOLDER, ROUTERS
-from runner.utils.plots import chart_style
-from runner.utils.tensors import dtype_name
 
 DTYPES_FILE = "dtypes.json"
 ROUNDING_COLUMN = "rounding between fused operations"

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.precision import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
+from runner.core.policy.sessions import Session, Switches, open_session
 from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
-from runner.precision.contract import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
-from runner.precision.conversion_report import ConversionReport
 from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels
 from runner.precision.emulation.formats import FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
 from runner.precision.options import choice_problems, switch_problems
-from runner.precision.sessions import Session, Switches, open_session
 from runner.precision.switches import MATMUL_PRECISIONS, switched
 
 _NO_CONTEXT = nullcontext()

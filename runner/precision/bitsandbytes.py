@@ -12,14 +12,14 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from runner.core.base.errors import Unavailable, refuse
+from runner.core.base.tensors import unit_roundoff
 from runner.precision import devices, options
 from runner.precision.conversion import change_class
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
-from runner.utils.errors import Unavailable, refuse
-from runner.utils.tensors import unit_roundoff
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from runner.utils.modules import tensors_named
-from runner.utils.reproducibility import is_dense
-from runner.utils.tensors import memory_of
+from runner.core.base.modules import tensors_named
+from runner.core.base.random_state import is_dense
+from runner.core.base.tensors import memory_of
 
 
 @cache

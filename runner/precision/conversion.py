@@ -17,13 +17,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.precision.contract import NO_PLAN, ConversionPlan
-from runner.precision.conversion_report import (
+from runner.core.base.errors import ConfigError
+from runner.core.base.modules import matches_pattern, select_modules
+from runner.core.policy.conversion_report import (
     ConversionReport,
     Fate,
     ModuleConversion,
     summarize_modules,
 )
+from runner.core.policy.precision import NO_PLAN, ConversionPlan
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
@@ -35,8 +37,6 @@ from runner.precision.layers.experts import (
     own_stacks,
     possible_stacks,
 )
-from runner.utils.errors import ConfigError
-from runner.utils.modules import matches_pattern, select_modules
 
 ROOT_NAME = "(model)"  # in reports, of a model that is itself a layer; its dotted name is empty
 KEPT_REASON = "keeps its dtype: the model declares float32, or froze it in this one"

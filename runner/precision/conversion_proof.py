@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from runner.precision.contract import ConversionPlan, Precision
-from runner.precision.conversion_report import ConversionReport, Fate
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import first_names
+from runner.core.base.modules import matches_pattern
+from runner.core.policy.conversion_report import ConversionReport, Fate
+from runner.core.policy.precision import ConversionPlan, Precision
 from runner.precision.forward_watch import (
     ForwardWatch,
     ModelTrial,
@@ -23,9 +26,6 @@ from runner.precision.forward_watch import (
 )
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 from runner.precision.wide_values import find_wide_values
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names
-from runner.utils.modules import matches_pattern
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.
 BYPASSED_REASON = "the model reads its weight and passes its forward by"

@@ -8,16 +8,16 @@ from functools import partial
 import torch
 from torch import nn
 
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.precision import CPU_DEVICE, NO_PLAN, ComputeFormat, ConversionPlan
 from runner.precision.base import BasePrecision
 from runner.precision.casting import cast_floats
-from runner.precision.contract import CPU_DEVICE, NO_PLAN, ComputeFormat, ConversionPlan
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
     find_routers,
     named_experts,
 )
-from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
 from runner.precision.layers.conv1d import linear_classes
 

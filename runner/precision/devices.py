@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import torch
 
+from runner.core.base.errors import Unavailable
 from runner.precision.base import BasePrecision
-from runner.utils.errors import Unavailable
 
 
 def require_emulated_products(

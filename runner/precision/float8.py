@@ -12,15 +12,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from runner.core.base.errors import Unavailable, refuse
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.tpu import is_tpu
 from runner.precision import devices, options
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class, layer_class, replace_in_place
 from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
-from runner.utils.errors import Unavailable, refuse
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.tpu import is_tpu
 
 NAME_BY_RECIPE = {
     "tensorwise": "float8-tensorwise",

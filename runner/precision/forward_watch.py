@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.distributed.strategy import Strategy, is_sharded
-from runner.precision.contract import ConversionPlan
+from runner.core.base.module_tape import ModuleTape
+from runner.core.loop.strategy import Strategy, is_sharded
+from runner.core.policy.conversion_report import ConversionReport, Fate
+from runner.core.policy.precision import ConversionPlan
 from runner.precision.conversion import ROOT_NAME
-from runner.precision.conversion_report import ConversionReport, Fate
 from runner.precision.layers.conv1d import is_packed
 from runner.precision.layers.experts import Experts, ExpertsWatch, expert_stacks
 from runner.precision.layers.quantized_linear import PackedWeight
-from runner.utils.module_tape import ModuleTape
 
 
 class TrialForward(Protocol):

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import first_names
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.module_tape import is_in_backward
+from runner.core.base.modules import frozen_parts, outermost_names, select_modules, tensors_named
+from runner.core.base.tensors import dtype_name, widest_float
 from runner.precision.casting import DefaultDtype, cast_fields, cast_floats, cast_nest, cast_tensor
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.module_tape import is_in_backward
-from runner.utils.modules import frozen_parts, outermost_names, select_modules, tensors_named
-from runner.utils.tensors import dtype_name, widest_float
 
 _CPU = torch.device("cpu")
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
@@ -70,7 +70,7 @@ def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.
 
     Args:
         model: not changed.
-        patterns: see runner.utils.modules.
+        patterns: see runner.core.base.modules.
         storage: dtype of the surroundings.
 
     Raises:

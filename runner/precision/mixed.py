@@ -11,16 +11,16 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from runner.core.base.errors import ConfigError, Unavailable, refuse
+from runner.core.base.formatting import first_names
+from runner.core.base.tensors import is_narrow
+from runner.core.base.tpu import is_tpu
+from runner.core.policy.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
+from runner.core.policy.precision import Precision
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
-from runner.precision.contract import Precision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.keep_fp32 import find_kept_tensors
-from runner.precision.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
-from runner.utils.errors import ConfigError, Unavailable, refuse
-from runner.utils.formatting import first_names
-from runner.utils.tensors import is_narrow
-from runner.utils.tpu import is_tpu
 
 
 @final

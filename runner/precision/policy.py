@@ -19,21 +19,21 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from runner.config.instantiation import Arguments, keywords, locate
-from runner.config.schema import PRECISION_ALIASES
-from runner.config.targets import build_group
-from runner.precision.contract import Precision
+from runner.core.base.accelerator import KINDS, choose_accelerator
+from runner.core.base.errors import ConfigError, PolicyError, Unavailable, refuse
+from runner.core.base.formatting import first_names
+from runner.core.base.tensors import dtype_name
+from runner.core.base.tpu import is_tpu
+from runner.core.config.instantiation import Arguments, keywords, locate
+from runner.core.config.schema import PRECISION_ALIASES
+from runner.core.config.targets import build_group
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.loss_scale import ScaledGradients, describe_hooks, gradient_hooks
+from runner.core.policy.precision import Precision
 from runner.precision.conversion import is_converted
-from runner.precision.conversion_report import ConversionReport
 from runner.precision.forward_watch import ForwardWatch, converted_layers, expert_layouts
-from runner.precision.loss_scale import ScaledGradients, describe_hooks, gradient_hooks
 from runner.precision.registry import precision_config
 from runner.precision.wide_step import attach_update, check_state_dtype
-from runner.utils.accelerator import KINDS, choose_accelerator
-from runner.utils.errors import ConfigError, PolicyError, Unavailable, refuse
-from runner.utils.formatting import first_names
-from runner.utils.tensors import dtype_name
-from runner.utils.tpu import is_tpu
 
 _STATE_KEYS = {"precision", "loss_scale", "precision_state", "steps", "skipped_steps"}
 

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from runner.core.base.errors import Unavailable, refuse
+from runner.core.base.tensors import unit_roundoff
 from runner.precision import devices, options
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.precision.layers.weight_formats import FORMAT_NAMES, WeightFormat, weight_format
-from runner.utils.errors import Unavailable, refuse
-from runner.utils.tensors import unit_roundoff
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 

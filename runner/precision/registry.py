@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.config.room import mode_named
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group, instantiate
-from runner.distributed.strategy import Strategy
-from runner.precision.contract import Precision
-from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.layout import BUILT_IN_CONFIGS
+from runner.core.base.errors import ConfigError, Unavailable
+from runner.core.base.layout import BUILT_IN_CONFIGS
+from runner.core.config.room import mode_named
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import build_group, instantiate
+from runner.core.loop.strategy import Strategy
+from runner.core.policy.precision import Precision
 
 PRECISION_CONFIGS = BUILT_IN_CONFIGS / "precision"
 

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from runner.config.room import Room
-from runner.config.schema import RunSpec
+from runner.core.config.room import Room
+from runner.core.config.schema import RunSpec
 
 if TYPE_CHECKING:
-    from runner.distributed.strategy import Strategy
-    from runner.precision.contract import Precision
+    from runner.core.loop.strategy import Strategy
+    from runner.core.policy.precision import Precision
 
 
 def _precision(spec: RunSpec, strategy: "Strategy", device: Any) -> "Precision":

@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from runner.core.base.random_state import saved_float32_switches, set_float32_switches
+from runner.core.policy.sessions import Switches
 from runner.precision.emulation.cpu_kernels import float32_accumulate, tf32_products
 from runner.precision.emulation.cuda_autocast import cuda_casts
 from runner.precision.emulation.grouped_casts import grouped_casts
-from runner.precision.sessions import Switches
-from runner.utils.reproducibility import saved_float32_switches, set_float32_switches
 
 # Attributes of torch.backends.cuda.matmul.
 _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from runner.core.base.errors import Unavailable
 from runner.precision import devices, options
-from runner.utils.errors import Unavailable
 
 INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.distributed.strategy import Strategy
+from runner.core.base.errors import Unavailable, refuse
+from runner.core.loop.strategy import Strategy
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.precision import NO_PLAN, ConversionPlan
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
-from runner.precision.contract import NO_PLAN, ConversionPlan
 from runner.precision.conversion import ROOT_NAME, ConversionRules
-from runner.precision.conversion_report import ConversionReport
 from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
@@ -28,7 +29,6 @@ from runner.precision.layers.backward_checks import refuse_recompute
 from runner.precision.layers.te_layers import convert_layers, te_obstacle
 from runner.precision.optimizer_eps import check_eps
 from runner.precision.weight_updates import UpdateRule, check_update
-from runner.utils.errors import Unavailable, refuse
 
 WEIGHT_DTYPES = ("bfloat16", "float16")
 _NO_RECOMPUTE_REASON = (

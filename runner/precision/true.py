@@ -9,13 +9,13 @@ from typing import final
 
 import torch
 
+from runner.core.base.errors import ConfigError, Unavailable, refuse
+from runner.core.base.tpu import is_tpu
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.optimizer_eps import check_eps
 from runner.precision.weight_updates import UpdateRule, check_update
-from runner.utils.errors import ConfigError, Unavailable, refuse
-from runner.utils.tpu import is_tpu
 
 
 @final

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from runner.utils.errors import ConfigError
-from runner.utils.tensors import dtype_name, is_narrow, memory_of
+from runner.core.base.errors import ConfigError
+from runner.core.base.tensors import dtype_name, is_narrow, memory_of
 
 UpdateRule = Literal["nearest", "master_weights", "remainders", "kahan", "stochastic_rounding"]
 UPDATE_RULES: tuple[str, ...] = get_args(UpdateRule)

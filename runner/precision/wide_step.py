@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.distributed.strategy import is_sharded
-from runner.precision.gradients import parameters_of
+from runner.core.base.errors import ConfigError
+from runner.core.base.tensors import dtype_name, is_narrow
+from runner.core.loop.strategy import is_sharded
+from runner.core.policy.gradients import parameters_of
 from runner.precision.weight_updates import (
     STORES,
     Nearest,
@@ -28,8 +30,6 @@ from runner.precision.weight_updates import (
     WeightStore,
     seeded_generators,
 )
-from runner.utils.errors import ConfigError
-from runner.utils.tensors import dtype_name, is_narrow
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Values of optimizer.state_dtype."""

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import first_names
+from runner.core.base.module_tape import ROOT, ModuleTape
+from runner.core.base.tensors import dtype_name
+from runner.core.policy.precision import ConversionPlan, Precision
 from runner.precision.casting import fields_of, is_wider, lost_whole_number
-from runner.precision.contract import ConversionPlan, Precision
 from runner.precision.forward_watch import ForwardWatch, ModelTrial
 from runner.precision.keep_fp32 import KeptInFloat32, double_parts
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names
-from runner.utils.module_tape import ROOT, ModuleTape
-from runner.utils.tensors import dtype_name
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 DEFAULT_DTYPE = ("tensors made without ", "a dtype")

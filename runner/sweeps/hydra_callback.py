@@ -18,15 +18,15 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config import resolve
 from runner.config.hydra_plugins import ADVISE, ISOLATED
-from runner.config.invocation import override_texts
 from runner.config.overrides import SWEEP_KEYS, YAML_LOADER
-from runner.config.room import mode_named
+from runner.core.base.errors import ConfigError, RunnerError, Unavailable, refuse
+from runner.core.base.files import check_links, write_text
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.secrets import redact_values
+from runner.core.base.terminal import sanitize
+from runner.core.config.invocation import override_texts
+from runner.core.config.room import mode_named
 from runner.sweeps.room import ADVISE_USAGE_MESSAGE
-from runner.utils.errors import ConfigError, RunnerError, Unavailable, refuse
-from runner.utils.files import check_links, write_text
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.secrets import redact_values
-from runner.utils.terminal import sanitize
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -102,7 +102,7 @@ class SweepCallback(Callback):
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
         if not mode_named(config.mode).is_recorded and not mode_named(config.mode).chooses_jobs:
-            tracking = {"_target_": "runner.tracking.tracker.NoTracker"}
+            tracking = {"_target_": "runner.core.record.tracker.NoTracker"}
         overrides = override_texts(config.hydra.overrides.task)
         folder = Path(config.hydra.sweep.dir).absolute()
         try:
@@ -208,8 +208,8 @@ def _needs_no_emulation(config: DictConfig) -> bool:
     """Return whether the precision of a job's config runs on this machine's device, which cannot
     emulate it."""
     from runner.config.resolve import resolve_spec
-    from runner.config.targets import instantiate
-    from runner.utils.accelerator import choose_accelerator
+    from runner.core.base.accelerator import choose_accelerator
+    from runner.core.config.targets import instantiate
 
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(ConfigError, Unavailable):
@@ -268,7 +268,7 @@ def _prepare_search(config: DictConfig) -> None:
 
 def _task_direction(config: DictConfig) -> str:
     """Return max or min, whichever is better of the quality of a config's task; else empty."""
-    from runner.config.targets import RUNNER_KEYS, locate
+    from runner.core.config.targets import RUNNER_KEYS, locate
     from runner.data.task_target import build_task, task_problems
 
     target = locate(str(config.task.get("_target_")))

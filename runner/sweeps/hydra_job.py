@@ -19,14 +19,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.cli.main import _print_error_once
 from runner.config.hydra_plugins import ADVISE, MAIN_ARGUMENTS
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.resolve import register_schema, remove_keys, resolve_spec
-from runner.config.room import mode_named
-from runner.config.schema import AUTO
-from runner.distributed import torchrun
-from runner.modes.result import RunResult, Status
+from runner.core.base import torchrun
+from runner.core.base.errors import ConfigError, RunnerError, Unavailable
+from runner.core.base.files import write_text
+from runner.core.base.formatting import override_key
+from runner.core.base.layout import LOG
+from runner.core.base.secrets import redact
+from runner.core.base.stop_signals import interrupt_status
+from runner.core.base.terminal import one_line, print_error, sanitize
+from runner.core.config.room import mode_named
+from runner.core.config.schema import AUTO
+from runner.core.run.result import RunResult, Status
+from runner.output.lasting_output import lasting_output
 from runner.sweeps.job_result import (
     is_sweep_job,
     job_invocation,
@@ -35,14 +42,6 @@ from runner.sweeps.job_result import (
     record_result,
     use_sweep_time,
 )
-from runner.utils.errors import ConfigError, RunnerError, Unavailable
-from runner.utils.files import write_text
-from runner.utils.formatting import override_key
-from runner.utils.lasting_output import lasting_output
-from runner.utils.layout import LOG
-from runner.utils.secrets import redact
-from runner.utils.stop_signals import interrupt_status
-from runner.utils.terminal import one_line, sanitize
 
 
 def expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
@@ -125,7 +124,7 @@ def run_job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping, leaves_line).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        from runner.modes.result import UNTRIED
+        from runner.core.run.result import UNTRIED
         from runner.sweeps.sweep_progress import alike_job
 
         skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
@@ -135,7 +134,7 @@ def run_job(config: DictConfig) -> float | None:
         # like an earlier one names it.
         is_in_line = leaves_line and (_is_trial() or status in UNTRIED)
         if not (is_in_line or (leaves_line and alike_job(folder, precision, str(error)))):
-            _print_error_once(error)
+            print_error_once(error)
         failure = _Failure(status, str(error), error.exit_status, error.finished)
         # A single run that was refused leaves no folder with nothing but Hydra's record of it.
         if not sweeping and {path.name for path in folder.iterdir()} <= {".hydra"}:
@@ -210,27 +209,27 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
     composed: Any = OmegaConf.to_container(config)
     invocation = replace(job_invocation(sweeping), composed_config=composed, caveat=caveat)
     torchrun.publish(torchrun.START_KEY, folder)
-    is_first = "runner.modes.run" not in sys.modules
+    is_first = "runner.core.run.run" not in sys.modules
     with rare_garbage_collection():
         # torch.optim imports it at its first use, which is outside of this context.
         import torch._dynamo  # noqa: F401
 
-        from runner.modes.run import run
+        from runner.core.run.run import run_spec
         from runner.tracking.result_table import print_result
     if is_first:
         # Imported modules stay: no later collection has to look through them.
         gc.freeze()
     if not leaves_line:
-        from runner.utils.console import plain_console
+        from runner.output.console import plain_console
 
         console = plain_console()
-        return run(spec, folder, invocation, console, partial(print_result, console))
+        return run_spec(spec, folder, invocation, console, partial(print_result, console))
+    from runner.output.console import JobConsole
     from runner.sweeps.sweep_progress import job_label, print_job_line
-    from runner.utils.console import JobConsole
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))
     with closing(JobConsole(folder / LOG, label, _is_trial())) as console:
-        result = run(spec, folder, invocation, console, partial(print_result, console))
+        result = run_spec(spec, folder, invocation, console, partial(print_result, console))
     print_job_line(folder)
     return result
 
@@ -290,3 +289,9 @@ def rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
+
+
+def print_error_once(error: RunnerError) -> None:
+    """Print an error, or that a signal stopped the run, in one of torchrun's processes."""
+    if torchrun.claim_message(str(error)):
+        print_error(str(error), mark="" if error.exit_status > 128 else "error: ")

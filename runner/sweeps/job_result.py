@@ -14,16 +14,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register_resolver
-from runner.config.invocation import Invocation, given_keys, override_texts
 from runner.config.overrides import as_typed
 from runner.config.resolve import KEY_PREFIX
+from runner.core.base.formatting import override_key
+from runner.core.base.layout import MANIFEST
+from runner.core.base.secrets import redact_override
+from runner.core.config.invocation import Invocation, given_keys, override_texts
 from runner.sweeps.manifest import Manifest
-from runner.utils.formatting import override_key
-from runner.utils.layout import MANIFEST
-from runner.utils.secrets import redact_override
 
 if TYPE_CHECKING:
-    from runner.modes.result import Status
+    from runner.core.run.result import Status
 
 
 def is_sweep_job() -> bool:
@@ -115,7 +115,7 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
         status: how the job ended.
         message: why, for the table, the report and MLflow.
     """
-    from runner.modes.result import RunResult
+    from runner.core.run.result import RunResult
 
     precision, *words = job_words()
     settings = [text for text in words if override_key(text) != "seed"]

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from runner.config.annotations import dataclass_fields_from_json
-from runner.config.signature import is_signed, sign
-from runner.utils.errors import ConfigError
-from runner.utils.files import read_json, write_json
-from runner.utils.layout import MANIFEST
-from runner.utils.secrets import redact_values
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import read_json, write_json
+from runner.core.base.layout import MANIFEST
+from runner.core.base.secrets import redact_values
+from runner.core.config.annotations import dataclass_fields_from_json
+from runner.core.config.signature import is_signed, sign
 
 _WORD_LIST_KEYS = ("command", "overrides", "left_out")
 

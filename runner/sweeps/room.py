@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from runner.config.room import Mode, Room
-from runner.config.schema import AdviseSpec
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
+from runner.core.config.room import Mode, Room
+from runner.core.config.schema import AdviseSpec
 
 if TYPE_CHECKING:
-    from runner.distributed.strategy import Strategy
-    from runner.modes.context import PlannedRun
+    from runner.core.loop.strategy import Strategy
+    from runner.core.run.context import PlannedRun
 
 ADVISE_USAGE_MESSAGE = (
     "mode=advise and mode=gate choose their own jobs. Type mode=advise or mode=gate on the command "

@@ -21,11 +21,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from runner.config.invocation import override_texts
 from runner.config.overrides import without_program_options
-from runner.config.targets import build_group
-from runner.modes.result import RunResult
+from runner.core.base.errors import RunnerError
+from runner.core.base.files import check_links, folder_lock
+from runner.core.base.formatting import grouped, now_ms, relative_path
+from runner.core.base.layout import RESULT, VERDICT
+from runner.core.base.secrets import redact, redact_override
+from runner.core.base.terminal import print_error, quote_command, sanitize
+from runner.core.config.invocation import override_texts
+from runner.core.config.targets import build_group
+from runner.core.record.journal import latest_journal
+from runner.core.record.tracker import RunInfo, Status, Tracker
+from runner.core.run.result import RunResult
+from runner.output.console import plain_console, without_numbers
+from runner.output.markup import markdown_code, terminal_table
 from runner.sweeps.manifest import Manifest
+from runner.sweeps.other_programs import OtherPrograms
 from runner.sweeps.report.columns import advice_table, sweep_table
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
 from runner.sweeps.report.pages import summary_markdown, write_report
@@ -36,18 +47,7 @@ from runner.sweeps.sweep_resume import resume_command, with_longer_lists
 from runner.sweeps.verdict.answer import Reason
 from runner.tracking import notes
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
-from runner.tracking.journal import latest_journal
 from runner.tracking.result_table import page_lines
-from runner.tracking.tracker import RunInfo, Status, Tracker
-from runner.utils.console import plain_console, without_numbers
-from runner.utils.errors import RunnerError
-from runner.utils.files import check_links, folder_lock
-from runner.utils.formatting import grouped, now_ms, relative_path
-from runner.utils.layout import RESULT, VERDICT
-from runner.utils.markup import markdown_code, terminal_table
-from runner.utils.other_programs import OtherPrograms
-from runner.utils.secrets import redact, redact_override
-from runner.utils.terminal import print_error, quote_command, sanitize
 
 MAX_NAME_CHARACTERS = 250
 """Upper bound on the name of the parent run."""

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from runner.modes.result import UNTRIED, RunResult
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import format_duration, now_ms
+from runner.core.base.layout import ADVICE, CONFIG, MANIFEST, RESULT
+from runner.core.run.result import UNTRIED, RunResult
+from runner.output.console import plain_console, without_numbers
 from runner.sweeps.manifest import Manifest
 from runner.tracking.result_table import read_results, result_line
-from runner.utils.console import plain_console, without_numbers
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import format_duration, now_ms
-from runner.utils.layout import ADVICE, CONFIG, MANIFEST, RESULT
 
 RECENT_JOBS = 8
 """Jobs whose mean time those that follow are expected to take."""

@@ -9,20 +9,20 @@ from typing import Literal, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from runner.config.invocation import given_keys, python_call
 from runner.config.overrides import as_typed, rewrite_arguments
-from runner.config.signature import describe_key_location
-from runner.modes.result import RunResult
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import override_key, quote_value
+from runner.core.base.layout import MANIFEST, RESULT
+from runner.core.base.secrets import redact
+from runner.core.base.terminal import quote_command, sanitize
+from runner.core.config.invocation import given_keys, python_call
+from runner.core.config.signature import describe_key_location
+from runner.core.run.result import RunResult
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.room import ROOM
 from runner.tracking import locate
 from runner.tracking.result_table import read_results
 from runner.tracking.run_store import resumed_sweep_store
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import override_key, quote_value
-from runner.utils.layout import MANIFEST, RESULT
-from runner.utils.secrets import redact
-from runner.utils.terminal import quote_command, sanitize
 
 RESUME_KEY = "sweep.resume"
 RUNNER_COMMAND = ["python", "-m", "runner"]

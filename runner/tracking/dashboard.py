@@ -18,9 +18,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from runner.tracking.tracker import NOTE_TAG
-from runner.utils.formatting import now_ms
-from runner.utils.markup import markdown_text
+from runner.core.base.formatting import now_ms
+from runner.core.record.tracker import NOTE_TAG
+from runner.output.markup import markdown_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -17,11 +17,12 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.tracking import journal as journals
-from runner.tracking.metric_names import LOSS_SCALE_CHANGES
+from runner.core.base.files import replaced_file
+from runner.core.base.layout import HISTORY, METRICS
+from runner.core.record import journal as journals
+from runner.core.record.metric_names import LOSS_SCALE_CHANGES
+from runner.data.unpacked import MAX_UNPACKED_BYTES
 from runner.tracking.upload_state import RefusedError
-from runner.utils.files import MAX_UNPACKED_BYTES, replaced_file
-from runner.utils.layout import HISTORY, METRICS
 
 if TYPE_CHECKING:
     import pandas

@@ -7,13 +7,13 @@ Nothing in this module imports torch before a checkpoint is loaded: `runner repo
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.checkpoint.checkpoint_file import checkpoints_in, checkpoints_of_run
+from runner.core.base.errors import ConfigError
+from runner.core.base.layout import MANIFEST
+from runner.core.record.checkpoint_file import checkpoints_in, checkpoints_of_run
 from runner.tracking.reader import folder_of_run
-from runner.utils.errors import ConfigError
-from runner.utils.layout import MANIFEST
 
 if TYPE_CHECKING:
-    from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+    from runner.core.record.checkpoint_file import LoadedCheckpoint
 
 
 def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
@@ -62,7 +62,7 @@ def load_newest(
     Raises:
         ConfigError: there is none.
     """
-    from runner.checkpoint.checkpoint_file import LoadedCheckpoint, load
+    from runner.core.record.checkpoint_file import LoadedCheckpoint, load
 
     problem = ConfigError("")
     for path in _find_checkpoints(where, tracking_uri, key):

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from runner.config.schema import leaves
-from runner.config.signature import sign
-from runner.tracking import dashboard
-from runner.tracking.journal import Journal
-from runner.tracking.journal_status import JournalStatus
-from runner.tracking.notes import page_note
-from runner.tracking.tracker import (
+from runner.core.base.errors import ConfigError, TrackingError
+from runner.core.base.formatting import now_ms, relative_path
+from runner.core.base.secrets import redact, redact_values
+from runner.core.base.terminal import quote_command
+from runner.core.config.schema import leaves
+from runner.core.config.signature import sign
+from runner.core.record.journal import Journal
+from runner.core.record.tracker import (
     NOTE_TAG,
     MetricRecord,
     RunInfo,
@@ -29,13 +30,12 @@ from runner.tracking.tracker import (
     StopRequested,
     Tracker,
 )
+from runner.tracking import dashboard
+from runner.tracking.journal_status import JournalStatus
+from runner.tracking.notes import page_note
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState, stored_run_id
 from runner.tracking.uri import check_store, resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
-from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.formatting import now_ms, relative_path
-from runner.utils.secrets import redact, redact_values
-from runner.utils.terminal import quote_command
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ It is Markdown, in which no text of a user's becomes markup.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from runner.modes.result import RunResult
+from runner.core.base.formatting import format_number
+from runner.core.record.tracker import RunPage
+from runner.core.run.result import RunResult
+from runner.output.markup import markdown_code, markdown_text
 from runner.tracking.result_table import result_rows
-from runner.tracking.tracker import RunPage
-from runner.utils.formatting import format_number
-from runner.utils.markup import markdown_code, markdown_text
 
 if TYPE_CHECKING:
-    from runner.precision.conversion_report import ConversionReport
+    from runner.core.policy.conversion_report import ConversionReport
 
 
 def page_note(page: RunPage) -> str:

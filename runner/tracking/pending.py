@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from runner.config.signature import is_signed
-from runner.tracking.journal import has_live_owner, read_records
+from runner.core.config.signature import is_signed
+from runner.core.record.journal import has_live_owner, read_records
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import is_configured_store
 from runner.tracking.writer_process import start_detached_writer

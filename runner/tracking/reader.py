@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runner.core.base.errors import ConfigError, TrackingError
+from runner.core.base.formatting import now_ms
+from runner.core.base.layout import HISTORY
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.secrets import redact
+from runner.core.record.journal import JOURNAL_TAG
 from runner.tracking import dashboard
 from runner.tracking.dashboard import REPORT_PAGE, SweepView, run_path
 from runner.tracking.history import Curve, read_history
-from runner.tracking.journal import JOURNAL_TAG
 from runner.tracking.upload_state import short_cause
 from runner.tracking.uri import active_experiment, check_artifact_place, resolve_uri, sqlite_path
-from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.formatting import now_ms
-from runner.utils.layout import HISTORY
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run

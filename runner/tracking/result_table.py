@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.table import Table
 
-from runner.modes.result import UNTRIED, RunResult
+from runner.core.base.formatting import format_number
+from runner.core.base.layout import RESULT
+from runner.core.base.secrets import redact
+from runner.core.base.terminal import quote_command
+from runner.core.record.tracker import Console
+from runner.core.run.result import UNTRIED, RunResult
 from runner.tracking.dashboard import run_path
-from runner.tracking.tracker import Console
 from runner.tracking.uri import resolve_experiment, resolve_uri
-from runner.utils.formatting import format_number
-from runner.utils.layout import RESULT
-from runner.utils.secrets import redact
-from runner.utils.terminal import quote_command
 
 METRIC_PREFIX = "metric."
 """Begins the columns of the job's last metrics, for example metric.val/loss."""

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from runner.config.invocation import Invocation
-from runner.config.schema import RunSpec
-from runner.config.signature import describe_key_location
-from runner.distributed import torchrun
-from runner.modes.saved_run import folder_config
-from runner.tracking import journal
+from runner.config.trusted_targets import folder_config
+from runner.core.base import torchrun
+from runner.core.base.errors import ConfigError, TrackingError
+from runner.core.base.formatting import override_key
+from runner.core.base.secrets import redact
+from runner.core.config.invocation import Invocation
+from runner.core.config.schema import RunSpec
+from runner.core.config.signature import describe_key_location
+from runner.core.record import journal
 from runner.tracking.pending import JournalStore, journal_store
 from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
-from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.formatting import override_key
-from runner.utils.secrets import redact
 
 MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
 
 
-NO_TRACKER_TARGET = "runner.tracking.tracker.NoTracker"
+NO_TRACKER_TARGET = "runner.core.record.tracker.NoTracker"
 
 
 _RESUME_KEYS = {"run": "checkpoint.resume", "sweep": "sweep.resume"}

@@ -15,9 +15,9 @@ from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
-from runner.config.signature import sign
-from runner.tracking.journal import STATE_FILE_BYTES
-from runner.utils.files import open_output
+from runner.core.base.files import open_output
+from runner.core.config.signature import sign
+from runner.core.record.journal import STATE_FILE_BYTES
 
 STORE_SIGNATURE_PURPOSE = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
@@ -73,7 +73,7 @@ class UploadState:
         refused: the store did not take the run when it was last asked.
         uri: the store that the journal was moved to; None for the one that its start names.
         experiment: the name of the experiment that it was moved to; None as for `uri`.
-        signature: of `uri`, see runner.config.signature.
+        signature: of `uri`, see runner.core.config.signature.
         dashboard: path, after the server's address, of the page that compares the run.
         sending_file: a file is being uploaded, which may take long.
         outage: why the store does not answer at the moment; None while it does.

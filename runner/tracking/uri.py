@@ -16,10 +16,10 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import link_out_of, os_error_reason
+from runner.core.base.secrets import redact
 from runner.tracking.upload_state import RefusedError
-from runner.utils.errors import ConfigError
-from runner.utils.files import link_out_of, os_error_reason
-from runner.utils.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from runner.tracking.journal import append_end_for_owner, latest_journal
+from runner.core.base.files import open_output
+from runner.core.base.stop_signals import signals_blocked
+from runner.core.record.journal import append_end_for_owner, latest_journal
+from runner.core.record.tracker import Status
 from runner.tracking.journal_status import JournalStatus
-from runner.tracking.tracker import Status
-from runner.utils.files import open_output
-from runner.utils.stop_signals import signals_blocked
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.config.targets import instantiate
-from runner.precision.contract import Precision
+from runner.core.base.errors import ConfigError, Unavailable, refuse
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.modules import frozen_parts, matches_pattern, select_modules
+from runner.core.config.targets import instantiate
+from runner.core.policy.precision import Precision
 from runner.precision.conversion import ROOT_NAME, ConversionRules, find_shared_weights
 from runner.precision.keep_fp32 import no_op_hook
 from runner.precision.layers import derived_weight
@@ -36,9 +39,6 @@ from runner.precision.layers.experts import (
 )
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training.pretrained_folder import lora_layers, merged
-from runner.utils.errors import ConfigError, Unavailable, refuse
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.modules import frozen_parts, matches_pattern, select_modules
 
 INITS = ("default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq")
 CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from runner.config.schema import CUDA_GRAPH_MODES, RunSpec, TrainSpec
-from runner.precision.contract import Precision
-from runner.utils.errors import refuse
-from runner.utils.modules import outermost_names, repeated_blocks, select_modules
-from runner.utils.tensors import TORCH_VERSION
-from runner.utils.tpu import is_tpu
+from runner.core.base.errors import refuse
+from runner.core.base.modules import outermost_names, repeated_blocks, select_modules
+from runner.core.base.tensors import TORCH_VERSION
+from runner.core.base.tpu import is_tpu
+from runner.core.config.schema import CUDA_GRAPH_MODES, RunSpec, TrainSpec
+from runner.core.policy.precision import Precision
 
 MAX_SHAPES_PER_BLOCK = 8
 """Shapes of its inputs that a block is compiled for, in training and evaluation together; torch

@@ -7,12 +7,12 @@ from pathlib import Path, PurePosixPath
 from time import perf_counter
 from typing import Any
 
-from runner.tracking.tracker import Tracker
-from runner.training.callbacks.callback import METRIC_NAME, as_number
+from runner.core.base.errors import HookError
+from runner.core.base.layout import SAMPLES
+from runner.core.loop.callback import METRIC_NAME, as_number
+from runner.core.loop.state import TrainState
+from runner.core.record.tracker import Tracker
 from runner.training.callbacks.user_callbacks import UserCode
-from runner.training.state import TrainState
-from runner.utils.errors import HookError
-from runner.utils.layout import SAMPLES
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,15 @@
 
 import torch
 
-from runner.config.schema import RunSpec
-from runner.data.batch_layout import TARGET_FIELDS, KeywordInputs
+from runner.core.base.errors import RunnerError
+from runner.core.config.schema import RunSpec
+from runner.core.loop.batches import TARGET_FIELDS, KeywordInputs
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.training.tasks.classification import Binary, Classification
 from runner.training.tasks.language import CausalLM, Language, Seq2Seq, TokenClassification
 from runner.training.tasks.regression import Regression
 from runner.training.tasks.segmentation import Segmentation
-from runner.utils.errors import RunnerError
 
 
 class ForecastUnavailable(RunnerError):

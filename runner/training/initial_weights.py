@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.config.schema import RunSpec
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import first_names, grouped
+from runner.core.base.modules import name_prefixes, select_modules
+from runner.core.base.tensors import dtype_name
+from runner.core.base.terminal import quote_command
+from runner.core.config.schema import RunSpec
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names, grouped
-from runner.utils.modules import name_prefixes, select_modules
-from runner.utils.tensors import dtype_name
-from runner.utils.terminal import quote_command
 
 _COUNTERS = ".num_batches_tracked"
 """End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from runner.utils.errors import ConfigError
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.tensors import dtype_name
+from runner.core.base.errors import ConfigError
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.tensors import dtype_name
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")

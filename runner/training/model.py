@@ -25,31 +25,31 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.room import mode_named
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group, locate, target_arguments
 from runner.config.trusted_targets import check_trusted, checkpoint_config
+from runner.core.base.errors import ConfigError, RunnerError
+from runner.core.base.files import read_as_data
+from runner.core.base.formatting import first_names
+from runner.core.base.modules import note_evaluation_parts
+from runner.core.base.tensors import float32_bytes
+from runner.core.base.terminal import quote_command
+from runner.core.config.room import mode_named
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import build_group, locate, target_arguments
+from runner.core.loop.model_call import call_model
+from runner.core.loop.strategy import Strategy
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
+from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.data.build import build_data, build_run_loaders
-from runner.distributed.strategy import Strategy
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
-from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
 from runner.precision.conversion import is_converted
-from runner.precision.conversion_report import ConversionReport
 from runner.precision.keep_fp32 import find_kept_tensors
 from runner.precision.layers.conv1d import is_packed
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
-from runner.training.model_call import call_model
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
-from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.files import read_as_data
-from runner.utils.formatting import first_names
-from runner.utils.modules import note_evaluation_parts
-from runner.utils.tensors import float32_bytes
-from runner.utils.terminal import quote_command
 
 META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -563,7 +563,7 @@ def build_sharded_model(
     Raises:
         ConfigError: the model cannot be built, or does not fit the weights that it starts from.
     """
-    from runner.distributed.fsdp import named_values, scatter_values
+    from runner.training.strategies.fsdp import named_values, scatter_values
 
     # What packs weights looks at their values.
     makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes

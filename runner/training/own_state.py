@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.precision.loss_scale import HostFlag
-from runner.precision.weight_updates import Nearest, WideForward
-from runner.training.state import StepHook, TrainState
-from runner.utils.formatting import first_names
-from runner.utils.module_tape import FunctionWatch
-from runner.utils.reproducibility import (
+from runner.core.base.formatting import first_names
+from runner.core.base.module_tape import FunctionWatch
+from runner.core.base.random_state import (
     is_dense,
     own_tensors,
     plain_attributes,
     saved_forward_state,
 )
-from runner.utils.tensors import dtype_name
+from runner.core.base.tensors import dtype_name
+from runner.core.loop.state import StepHook, TrainState
+from runner.core.policy.loss_scale import HostFlag
+from runner.precision.weight_updates import Nearest, WideForward
 
 OWN_BUFFERS_KEY = "own_buffers"
 """Of a checkpoint's content: the buffers that the model has changed outside of the state dict, or

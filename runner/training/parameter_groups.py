@@ -12,16 +12,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from runner.config.targets import GROUP_KEYS, locate, runner_keys
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import first_names, grouped
+from runner.core.base.modules import repeated_blocks, select_modules
+from runner.core.base.tensors import MIB, tensor_bytes
+from runner.core.config.targets import GROUP_KEYS, locate, runner_keys
+from runner.core.loop.state import ScheduledOptimizer
 from runner.precision.forward_watch import expert_layouts
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.layers.derived_weight import is_derived
 from runner.precision.layers.experts import ExpertLayer
-from runner.training.state import ScheduledOptimizer
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import first_names, grouped
-from runner.utils.modules import repeated_blocks, select_modules
-from runner.utils.tensors import MIB, tensor_bytes
 
 NORMS_AND_BIASES = "norms_and_biases"
 """Value of optimizer.no_decay_on: biases, parameters of norm layers, and vectors and scalars."""

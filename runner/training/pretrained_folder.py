@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.core.base.files import prepare_output
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.modules import name_prefixes
+from runner.core.base.tensors import dtype_name
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.derived_weight import current_weight
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
-from runner.utils.files import prepare_output
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.modules import name_prefixes
-from runner.utils.tensors import dtype_name
 
 _BESIDE = (
     "tokenizer*.json",

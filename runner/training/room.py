@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from runner.config.room import Room
-from runner.config.schema import RunSpec
+from runner.core.config.room import Room
+from runner.core.config.schema import RunSpec
 
 if TYPE_CHECKING:
-    from runner.distributed.strategy import Strategy
-    from runner.training.callbacks.callback import RunCallback
+    from runner.core.loop.callback import RunCallback
+    from runner.core.loop.strategy import Strategy
 
 
 def _problems(spec: RunSpec) -> Iterator[str]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from runner.config.targets import build_group, locate, runner_keys, without_runner_keys
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
+from runner.core.config.targets import build_group, locate, runner_keys, without_runner_keys
 
 RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
 """Keywords of torch's schedulers that say how long a run is; null means the run's own length."""

@@ -15,12 +15,27 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group, instantiate, locate, runner_keys, without_runner_keys
-from runner.distributed.strategy import is_sharded
-from runner.modes.context import TrainingSetup
-from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
-from runner.precision.gradients import finish_gradients
+from runner.core.base.errors import ConfigError, first_line, refuse
+from runner.core.base.formatting import first_names
+from runner.core.base.tensors import TORCH_VERSION, dtype_name, narrow_parameters
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import (
+    build_group,
+    instantiate,
+    locate,
+    runner_keys,
+    without_runner_keys,
+)
+from runner.core.loop.state import (
+    EvaluatedWeights,
+    ScheduledOptimizer,
+    TrainState,
+    sparse_parameters,
+)
+from runner.core.loop.strategy import is_sharded
+from runner.core.policy.gradients import finish_gradients
+from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
+from runner.core.run.context import TrainingSetup
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import (
     STATE_DTYPES,
@@ -36,16 +51,7 @@ from runner.training.parameter_groups import (
     matched_names,
 )
 from runner.training.schedules import build_scheduler, check_scheduler
-from runner.training.state import (
-    EvaluatedWeights,
-    ScheduledOptimizer,
-    TrainState,
-    sparse_parameters,
-)
 from runner.training.weight_average import OptimizerModes, WeightAverage, has_modes
-from runner.utils.errors import ConfigError, first_line, refuse
-from runner.utils.formatting import first_names
-from runner.utils.tensors import TORCH_VERSION, dtype_name, narrow_parameters
 
 
 def parameters_by_optimizer(

@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.checkpoint import sharded_tensors
-from runner.checkpoint.checkpoint_file import (
+from runner.core.base.errors import ConfigError
+from runner.core.base.random_state import rng_state, set_rng_state
+from runner.core.base.tensors import dtype_name
+from runner.core.config.schema import RunSpec, redacted_dict
+from runner.core.config.signature import sign
+from runner.core.loop.batches import FIRST_STEP, StartingPoint
+from runner.core.loop.callback import RunCallback
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.record import sharded_tensors
+from runner.core.record.checkpoint_file import (
     FORMAT,
     SPEC_SIGNATURE_PURPOSE,
     LoadedCheckpoint,
     shards_folder,
 )
-from runner.config.schema import RunSpec, redacted_dict
-from runner.config.signature import sign
-from runner.data.batch_layout import FIRST_STEP, StartingPoint
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training import schedules
-from runner.training.callbacks.callback import RunCallback
 from runner.training.own_state import OWN_UPDATES_KEY
 from runner.training.setup import optimizer_nodes
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.weight_average import AVERAGE_KEY
-from runner.utils.errors import ConfigError
-from runner.utils.reproducibility import rng_state, set_rng_state
-from runner.utils.tensors import dtype_name
 
 _KERNEL_KEYS = {"fused", "foreach", "capturable", "differentiable"}
 """Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""

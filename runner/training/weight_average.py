@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from runner.checkpoint.sharded_tensors import shard_like
-from runner.distributed.strategy import is_sharded
-from runner.precision.gradients import parameters_of
-from runner.training.state import EvaluatedWeights, StepHook
-from runner.utils.tensors import MIB, tensor_bytes
+from runner.core.base.tensors import MIB, tensor_bytes
+from runner.core.loop.state import EvaluatedWeights, StepHook
+from runner.core.loop.strategy import is_sharded
+from runner.core.policy.gradients import parameters_of
+from runner.core.record.sharded_tensors import shard_like
 
 AVERAGE_KEY = "average"
 """Key of a checkpoint that holds what EvaluatedWeights.state_dict returns."""

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import runner
 from runner.config.hydra_plugins import VERSION_BASE
-from runner.utils.errors import ConfigError
-from runner.utils.stop_signals import Stopped
+from runner.core.base.errors import ConfigError
+from runner.core.base.stop_signals import Stopped
 
 QUICK = ["model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2"]
 UNTRACKED = [*QUICK, "tracking=none"]

@@ -5,10 +5,10 @@ import runpy
 
 import pytest
 
-from runner.config.room import modes
-from runner.config.schema import RunSpec
+from runner.core.config.room import modes
+from runner.core.config.schema import RunSpec
+from runner.core.record.metric_names import METRICS
 from runner.precision.registry import precision_names, yaml_header
-from runner.tracking.metric_names import METRICS
 
 
 @pytest.fixture(scope="module")

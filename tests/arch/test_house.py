@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema
-from runner.config.targets import check_targets, locate
+from runner.core.config.targets import check_targets, locate
 
 ROOT = Path(__file__).parents[2]
 CODE = sorted(

@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch import nn
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.schema import RunSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.precision.registry import load_precision
 from runner.tracking import locate
 from runner.training.model import load_weights
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 

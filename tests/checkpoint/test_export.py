@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint.export import ExportError, export
-from runner.config.targets import build_group
+from runner.core.config.targets import build_group
+from runner.core.policy.precision import Precision
 from runner.modes.training_outputs import save_model
-from runner.precision.contract import Precision
 from runner.precision.layers.experts import convert_experts
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
+from runner.training.formats.export import ExportError, export
 from runner.training.model import build_model
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def built(compose, *overrides):
 
 
 def evaluated(model, precision, inputs):
-    """Return the outputs that runner.training.loop.evaluate gives to the task."""
+    """Return the outputs that runner.core.loop.loop.evaluate gives to the task."""
     model.eval()
     with torch.no_grad(), precision.forward(CPU):
         return model(precision.cast(inputs)).to(precision.loss_dtype)

@@ -10,11 +10,11 @@ from tiny_configs import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
-from runner.checkpoint.export import ExportError, export
-from runner.data.batch_layout import KeywordInputs, PositionalInputs
+from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.loop.model_call import call_model
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
-from runner.training.model_call import call_model
+from runner.training.formats.export import ExportError, export
 from runner.training.tasks.language import CausalLM
 
 FLOAT32 = TruePrecision("32-true", "float32")

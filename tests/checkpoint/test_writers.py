@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.writers import AsyncCheckpointWriter
+from runner.core.base.errors import CheckpointError
+from runner.core.record import checkpoint_file
 from runner.tracking import locate
-from runner.utils.errors import CheckpointError
+from runner.training.formats.writers import AsyncCheckpointWriter
 
 
 def content(step, size=1000):
@@ -80,7 +80,7 @@ def test_any_error_in_the_thread_is_reported(tmp_path):
 
 def test_without_memory_for_a_copy_the_loop_waits_for_the_file(tmp_path, monkeypatch):
     memory = SimpleNamespace(available=1)
-    monkeypatch.setattr("runner.checkpoint.writers.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("runner.training.formats.writers.psutil.virtual_memory", lambda: memory)
     saver = AsyncCheckpointWriter(tmp_path, 1, print)
     saver.save(content(1))
     assert saver._thread is None

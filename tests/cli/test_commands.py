@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from runner.cli.ui import dashboard_urls
+from runner.core.base.accelerator import available_kinds
 from runner.precision.registry import precision_names, supported_precisions
-from runner.utils.accelerator import available_kinds
 
 
 def test_doctor_lists_every_precision_for_every_device(main):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import runner
-from runner.cli import main as command_line
-from runner.modes.result import RunResult
-from runner.utils.errors import ConfigError, TrackingError, Unavailable
+from runner.core.base.errors import ConfigError, TrackingError, Unavailable
+from runner.core.run.result import RunResult
+from runner.sweeps.hydra_job import rare_garbage_collection
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def running(monkeypatch, main):
     """A command whose run is this function of (spec, folder, invocation)."""
 
     def use(body):
-        monkeypatch.setattr("runner.modes.run.run", body)
+        monkeypatch.setattr("runner.core.run.run.run_spec", body)
         return main
 
     return use
@@ -32,7 +32,7 @@ def raising(error):
 
 def test_large_imports_leave_the_collector_as_it_was():
     before = gc.get_threshold()
-    with command_line.rare_garbage_collection():
+    with rare_garbage_collection():
         assert gc.get_threshold()[2] > 1000 * before[2]
     assert gc.get_threshold() == before
 
@@ -40,7 +40,7 @@ def test_large_imports_leave_the_collector_as_it_was():
 def test_a_finished_run_has_exit_status_0(running):
     seen = []
 
-    def body(spec, folder, invocation):
+    def body(spec, folder, invocation, *_):
         seen.append((spec, folder, invocation))
         return RunResult(
             precision="32-true", label="x", folder=str(folder), metrics={"a": 0.5}, quality="a"

@@ -9,8 +9,8 @@ from mlflow.exceptions import MlflowException
 from waiting import wait_for
 
 from runner.cli.ui import dashboard_urls
+from runner.core.record.tracker import NOTE_TAG
 from runner.tracking.dashboard import DASHBOARD_KEY
-from runner.tracking.tracker import NOTE_TAG
 
 # MLflow's own, of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

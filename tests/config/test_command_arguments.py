@@ -3,7 +3,7 @@
 import pytest
 
 from runner.config.commands import COMMANDS
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
 
 
 @pytest.mark.parametrize(

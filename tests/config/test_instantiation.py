@@ -9,8 +9,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from runner.config.hydra_plugins import VERSION_BASE
-from runner.config.targets import build_group, instantiate
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
+from runner.core.config.targets import build_group, instantiate
 
 
 class Called:

@@ -5,7 +5,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.messages import explain, unknown_key
 from runner.config.overrides import as_typed
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
 
 
 @pytest.fixture

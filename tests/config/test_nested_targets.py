@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.config.targets import check_targets
+from runner.core.config.targets import check_targets
 
 GPT2 = "transformers.GPT2Config"
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import pytest
 from torch import Tensor
 
-from runner.config.schema import RunSpec, TrainSpec, flatten
-from runner.config.targets import check_targets, instantiate, locate, target_nodes
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec, TrainSpec, flatten
+from runner.core.config.targets import check_targets, instantiate, locate, target_nodes
 
 
 def plain(text: str, count: int, rate: float = 0.1, names: list[str] | None = None) -> tuple:

@@ -3,10 +3,10 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 import pytest
 from omegaconf import OmegaConf
 
-from runner.config.invocation import Invocation
 from runner.config.resolve import resolve_spec
-from runner.config.room import sections
-from runner.config.schema import RunSpec
+from runner.core.config.invocation import Invocation
+from runner.core.config.room import sections
+from runner.core.config.schema import RunSpec
 
 COUNTS = (
     "train.max_steps train.epochs train.batch_size train.accumulate train.eval_every"

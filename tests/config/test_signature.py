@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from runner.config import signature
-from runner.config.signature import is_signed, key_path, sign
-from runner.modes import run_metadata
-from runner.modes.saved_run import folder_config
-from runner.utils.layout import SIGNATURE
+from runner.config.trusted_targets import folder_config
+from runner.core.base.layout import SIGNATURE
+from runner.core.config import signature
+from runner.core.config.signature import is_signed, key_path, sign
+from runner.core.run import run_metadata
 
 
 @pytest.fixture(autouse=True)

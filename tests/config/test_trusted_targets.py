@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.config import trusted_targets
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
 
 KNOWN = {
     "model": "runner.models.resnet.resnet runner.models.mlp.MLP torch.nn.Linear"
@@ -18,7 +18,7 @@ KNOWN = {
     "task": "torchmetrics.classification.MulticlassF1Score torchmetrics.R2Score",
 }
 UNKNOWN = {
-    "model": "os.system runner.config.targets.instantiate runner.cli.main.main torch.hub.load"
+    "model": "os.system runner.core.config.targets.instantiate runner.cli.main.main torch.hub.load"
     " torch.load torch.nn.functional.relu runner.models.mlp.torch.save mine.os.mkdir"
     " mine.json.loads mine.Net pack.nets.net pack.nets.system outputs.runs.now.net yaml.load"
     " idlelib.idle.main x torchvision.models.feature_extraction.create_feature_extractor"

@@ -6,11 +6,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
-from runner.data.batch_layout import BatchLayout, KeywordInputs, PositionalInputs
+from runner.core.base.errors import ConfigError
+from runner.core.loop.batches import BatchLayout, KeywordInputs, PositionalInputs
+from runner.core.loop.model_call import call_model, describe_call
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision.casting import cast_nest
-from runner.training.model_call import call_model, describe_call
-from runner.utils.errors import ConfigError
 
 X = torch.arange(6.0).reshape(3, 2)
 Y = torch.arange(3)

@@ -10,11 +10,11 @@ from items import CPU, Batches, Items, X, Y
 from tiny_models import word_tokenizer
 from torch.utils.data import TensorDataset
 
-from runner.data.batch_layout import BatchLayout
+from runner.core.base.errors import ConfigError
+from runner.core.base.stop_signals import Stopped
+from runner.core.loop.batches import BatchLayout
 from runner.data.collate import CollateFailure, Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
-from runner.utils.errors import ConfigError
-from runner.utils.stop_signals import Stopped
 
 # torch's own, from Python 3.12 on
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

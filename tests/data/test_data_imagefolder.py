@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
+from runner.core.base.errors import ConfigError
 from runner.data.datasets.imagefolder import decoded_image, image_transform, imagefolder
-from runner.utils.errors import ConfigError
 
 COLOURS = {"green": (0, 255, 0), "red": (255, 0, 0)}
 

@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 import torch
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import package_file
 from runner.data.datasets.molecules import molecules
-from runner.utils.errors import ConfigError
-from runner.utils.files import package_file
 
 VOCABULARY = "models/transformers/albert_heads_8_uspto_all_1310k/vocab.txt"
 needs_vocabulary = pytest.mark.skipif(

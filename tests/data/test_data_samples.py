@@ -6,8 +6,9 @@ import torch
 from items import CPU, Batches, Items, X, Y
 from torch.utils.data import IterableDataset, TensorDataset
 
-from runner.config.schema import TrainSpec
-from runner.data.batch_layout import StartingPoint, ends_epoch
+from runner.core.config.schema import TrainSpec
+from runner.core.loop.batches import StartingPoint, ends_epoch
+from runner.core.loop.loop import accumulation_batches, total_steps
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.step_samples import (
@@ -18,7 +19,6 @@ from runner.data.step_samples import (
     targets_of_steps,
 )
 from runner.data.stream_loader import StreamLoader, reads_of
-from runner.training.loop import accumulation_batches, total_steps
 
 
 class State:

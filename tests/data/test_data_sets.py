@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 from torchvision.datasets import CIFAR10, CIFAR100
 
+from runner.core.base.errors import ConfigError
 from runner.data.datasets.cifar import cifar10, cifar100
 from runner.data.datasets.digits import digits
 from runner.data.datasets.mnist import fashion_mnist, mnist
@@ -21,7 +22,6 @@ from runner.data.datasets.signals import signals
 from runner.data.datasets.synthetic_images import synthetic_images
 from runner.data.datasets.synthetic_tokens import synthetic_tokens
 from runner.data.datasets.text import TextWindows, text
-from runner.utils.errors import ConfigError
 
 
 def tensors(splits):

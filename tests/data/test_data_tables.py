@@ -13,13 +13,13 @@ from pyarrow import parquet as pq
 from tiny_models import word_tokenizer
 from tokenizers import processors
 
+from runner.core.base.errors import ConfigError
 from runner.data.datasets.hf_dataset import hf_dataset
 from runner.data.datasets.imagefolder import imagefolder
 from runner.data.datasets.npz import npz
 from runner.data.datasets.parquet import batch_rows, parquet
 from runner.data.fingerprint import describe_data, learned_facts
 from runner.data.splits import TextPairs, split_fields
-from runner.utils.errors import ConfigError
 
 TEXTS = ["one two", "two", "three one two three", "one", "two two two two two two", "three"]
 ROWS = {"size": [1.5, 2, 3, 4, 5, 6], "kind": [0, 1, 2, 0, 1, 2], "body": ["a b"] * 6}
@@ -75,7 +75,7 @@ def test_arrays_larger_than_the_memory_are_refused_before_they_are_unpacked(tmp_
 
 def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros((1024, 1024)), y=np.zeros(1024))
-    monkeypatch.setattr("runner.utils.files.MAX_UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr("runner.data.unpacked.MAX_UNPACKED_BYTES", 2**20)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**40))
     with pytest.raises(ConfigError, match="or a hundred times the file"):
         npz(str(tmp_path / "bomb.npz"))

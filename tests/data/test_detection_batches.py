@@ -5,11 +5,11 @@ import torch
 from torch.utils._pytree import tree_map
 from torchvision import tv_tensors
 
-from runner.data.batch_layout import KeywordInputs, PositionalInputs
+from runner.core.base.errors import ConfigError
+from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.policy.precision import ConversionPlan
 from runner.data.detection import DetectionLayout, collate_detection
 from runner.precision import registry
-from runner.precision.contract import ConversionPlan
-from runner.utils.errors import ConfigError
 
 IMAGE = torch.rand(3, 8, 6)
 TARGET = {"boxes": [[0, 1, 4, 5]], "labels": [2], "image_id": 7}

@@ -8,9 +8,9 @@ import torch
 from items import CPU, Batches, Items, X, Y, pair
 from torch.utils.data import TensorDataset
 
+from runner.core.base.errors import ConfigError
 from runner.data.datasets.text import TextWindows
 from runner.data.loader import Loader, LoaderOptions, hold_on_device
-from runner.utils.errors import ConfigError
 
 # torch's own, from Python 3.12 on
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

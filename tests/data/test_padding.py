@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from runner.core.base.errors import ConfigError
 from runner.data.padding import pad
-from runner.utils.errors import ConfigError
 
 
 def tokens(*values):

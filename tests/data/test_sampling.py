@@ -7,11 +7,11 @@ from torch.utils.data import DistributedSampler as Distributed
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, TensorDataset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.torchrun import ProcessRank
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.sampling import SamplerOrder
 from runner.data.step_samples import samples_of_step
-from runner.distributed.torchrun import ProcessRank
-from runner.utils.errors import ConfigError
 
 DATA = TensorDataset(torch.arange(10.0), torch.arange(10))
 WEIGHTS = [0.0] * 5 + [1.0] * 5

@@ -9,7 +9,10 @@ import torch
 from items import CPU
 from torch.utils.data import IterableDataset
 
-from runner.config.schema import DebugSpec, RunSpec, TrainSpec
+from runner.core.base.errors import ConfigError
+from runner.core.base.torchrun import ProcessRank
+from runner.core.config.schema import DebugSpec, RunSpec, TrainSpec
+from runner.core.loop.loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.data.build import build_data, build_run_loaders
 from runner.data.collate import Collator
 from runner.data.fingerprint import describe_data
@@ -17,9 +20,6 @@ from runner.data.loader import LoaderOptions
 from runner.data.splits import Splits
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.stream_loader import StreamLoader
-from runner.distributed.torchrun import ProcessRank
-from runner.training.loop import accumulation_batches, is_evaluation_step, total_steps
-from runner.utils.errors import ConfigError
 
 
 class Numbers(IterableDataset):

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from runner.core.base.module_tape import ModuleTape
 from runner.diagnostics.divergence.boundaries import comparable_modules, visited_modules
 from runner.diagnostics.divergence.reference import Recorder
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -17,7 +18,6 @@ from runner.diagnostics.memory.memory_tracker import MemoryTracker
 from runner.diagnostics.nonfinite_trace import NonfiniteTrace
 from runner.diagnostics.numerics.probe import Probe
 from runner.precision.forward_watch import ForwardWatch
-from runner.utils.module_tape import ModuleTape
 
 
 class Net(nn.Module):

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore
 
+from runner.core.base import torchrun
+from runner.core.base.errors import ConfigError, Unavailable
+from runner.core.base.torchrun import ProcessRank, command_of_rank, process_rank
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import train_step
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.distributed import torchrun
-from runner.distributed.ddp import DDP
-from runner.distributed.fsdp import FSDP
-from runner.distributed.torchrun import ProcessRank, command_of_rank, process_rank
 from runner.precision.registry import load_precision
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import train_step
+from runner.training.strategies.ddp import DDP
+from runner.training.strategies.fsdp import FSDP
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 

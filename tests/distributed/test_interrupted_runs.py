@@ -110,8 +110,8 @@ def test_a_killed_process_is_restarted_and_its_run_ends_alike(tmp_path, root, st
 
 
 def test_a_changed_shard_is_reported(runs, tmp_path):
-    from runner.checkpoint.checkpoint_file import load
-    from runner.utils.errors import ConfigError
+    from runner.core.base.errors import ConfigError
+    from runner.core.record.checkpoint_file import load
 
     folder = shutil.copytree(runs["fsdp-Stays-whole"].folder / "checkpoints", tmp_path / "copy")
     (shard, *_) = sorted(folder.glob("*.shards/*"))

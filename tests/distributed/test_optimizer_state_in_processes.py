@@ -5,8 +5,8 @@ import pytest
 import torch
 from processes import IMAGES, MLP, Outcome, close
 
-from runner.checkpoint.checkpoint_file import shards_folder
-from runner.checkpoint.sharded_tensors import load_full
+from runner.core.record.checkpoint_file import shards_folder
+from runner.core.record.sharded_tensors import load_full
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from run_folders import only_sweep
 from waiting import SECONDS, wait_for
 
-from runner.modes.result import RunResult
+from runner.core.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 

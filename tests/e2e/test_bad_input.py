@@ -8,8 +8,8 @@ from refusals import message_table
 from tiers import crossed
 
 from runner.cli import main as command_line
-from runner.utils.files import folder_lock
-from runner.utils.layout import MANIFEST
+from runner.core.base.files import folder_lock
+from runner.core.base.layout import MANIFEST
 
 MISTAKES = message_table("""
 precision=bf17-mixed => precision=bf17-mixed is not known | 16-mixed, 16-true
@@ -139,7 +139,7 @@ device=cuda => device=cuda is not known | Type accelerator=cuda accelerator.inde
 @pytest.mark.parametrize(("typed", "parts"), MISTAKES)
 def test_a_mistake_gets_one_message(quick, typed, parts):
     if typed.startswith("accelerator=") and " " not in typed:
-        from runner.utils.accelerator import available_kinds
+        from runner.core.base.accelerator import available_kinds
 
         if (kind := typed.removeprefix("accelerator=")) in available_kinds():
             pytest.skip(f"this machine has a {kind} device")

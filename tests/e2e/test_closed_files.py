@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from runner.config import signature
-from runner.modes.result import RunResult
-from runner.tracking import journal
+from runner.core.config import signature
+from runner.core.record import journal
+from runner.core.run.result import RunResult
 
 QUICK = (
     "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"

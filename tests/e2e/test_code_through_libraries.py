@@ -12,13 +12,13 @@ import torch
 from PIL import EpsImagePlugin, Image
 from torch import nn
 
-from runner.checkpoint.export import ExportError, export
 from runner.config.hydra_plugins import set_plugin_folders
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import read_as_data
 from runner.data.datasets.imagefolder import decoded_image
 from runner.precision.mixed import MixedPrecision
+from runner.training.formats.export import ExportError, export
 from runner.training.model import safe_loading
-from runner.utils.errors import ConfigError
-from runner.utils.files import read_as_data
 
 NODE = {"_target_": "runner.models.huggingface.huggingface"}
 SOURCE = """__class__") and open("touched", "w") or (lambda x: self)("z"""

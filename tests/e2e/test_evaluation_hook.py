@@ -6,7 +6,7 @@ import pytest
 import torch
 from run_folders import write_files
 
-from runner.checkpoint.checkpoint_file import load
+from runner.core.record.checkpoint_file import load
 
 STEPS = ("train.max_steps=4", "train.eval_every=2", "data=mine")
 

@@ -15,14 +15,14 @@ from PIL import Image
 from pyarrow import parquet as pq
 
 import runner
-from runner.checkpoint import checkpoint_file
+from runner.config.trusted_targets import folder_config
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import check_values
+from runner.core.record import checkpoint_file
 from runner.data.datasets.hf_dataset import hf_dataset
 from runner.data.datasets.imagefolder import decoded_image
 from runner.data.datasets.parquet import parquet
-from runner.modes.saved_run import folder_config
 from runner.sweeps.report.sweep_data import flat_config
-from runner.utils.errors import ConfigError
-from runner.utils.files import check_values
 
 LEVELS = 30
 QUICK = (
@@ -140,7 +140,7 @@ PARQUET = {"numbers": lambda: pa.array(np.zeros(5_000_000)), "texts": texts, "li
 
 @pytest.mark.parametrize("kind", PARQUET)
 def test_a_parquet_file_of_equal_values(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("runner.utils.files.MAX_UNPACKED_BYTES", 2**22)
+    monkeypatch.setattr("runner.data.unpacked.MAX_UNPACKED_BYTES", 2**22)
     values = PARQUET[kind]()
     table = pa.table({"x": values, "y": np.zeros(len(values), np.int8)})
     pq.write_table(table, tmp_path / "x.parquet", compression="zstd")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_folders import only_sweep
 
-from runner.modes.result import RunResult
+from runner.core.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import torch
 from refusals import message_table
 from run_folders import job_results, only_run, only_sweep, write_lab
 
-from runner.config.invocation import Invocation
+from runner.core.config.invocation import Invocation
 from runner.data.loader import Loader
 from runner.data.step_samples import samples_of_step
 from runner.diagnostics import saved_batch

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import counts
 
-from runner.checkpoint import checkpoint_file
-from runner.config import signature
-from runner.utils.errors import ConfigError
-from runner.utils.layout import SIGNATURE
+from runner.core.base.errors import ConfigError
+from runner.core.base.layout import SIGNATURE
+from runner.core.config import signature
+from runner.core.record import checkpoint_file
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +39,8 @@ CALLS = {
     "builtins.open": {"file": CANARY, "mode": "w"},
     "shutil.copy": {"src": "/etc/hostname", "dst": CANARY},
     "pathlib.Path.touch": {"self": CANARY},
-    "runner.config.targets.instantiate": {"node": {"_target_": "os.mkdir", "path": CANARY}},
-    "runner.config.targets.locate": {"path": "antigravity.geohash"},
+    "runner.core.config.targets.instantiate": {"node": {"_target_": "os.mkdir", "path": CANARY}},
+    "runner.core.config.targets.locate": {"path": "antigravity.geohash"},
     "runner.modes.resume.Path": {},
     "runner.models.mlp.torch.save": {"obj": 1, "f": CANARY},
     "torch.save": {"obj": 1, "f": CANARY},
@@ -317,9 +317,10 @@ def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose, count, mo
     """debug=replay reads the config in the folder of the batch."""
     from types import SimpleNamespace
 
-    from runner.config.invocation import Invocation
-    from runner.modes import replay, run_metadata
-    from runner.modes.context import PlannedRun
+    from runner.core.config.invocation import Invocation
+    from runner.core.run import run_metadata
+    from runner.core.run.context import PlannedRun
+    from runner.modes import replay
 
     batch_of_run = SimpleNamespace(names={})
     monkeypatch.setattr(replay.saved_batch, "read_saved_batch", lambda path: batch_of_run)

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from run_folders import only_sweep
 from tiers import counts, crossed
 
-from runner.checkpoint import checkpoint_file
+from runner.core.base.errors import ConfigError
+from runner.core.base.layout import HISTORY
+from runner.core.record import checkpoint_file
+from runner.core.record import journal as journals
 from runner.diagnostics import saved_batch
 from runner.tracking import history
-from runner.tracking import journal as journals
 from runner.tracking.upload_state import UploadState
-from runner.utils.errors import ConfigError
-from runner.utils.layout import HISTORY
 
 QUICK = (
     "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"

@@ -11,7 +11,7 @@ import pytest
 from run_folders import job_results, write_lab
 from waiting import SECONDS, wait_for
 
-from runner.utils.stop_signals import COALESCE_SECONDS
+from runner.core.base.stop_signals import COALESCE_SECONDS
 
 TINY = (
     "--config-dir lab/conf data=mine train.max_steps=3 train.log_every=1 "

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from run_folders import job_results, only_sweep
 
-from runner.modes.result import RunResult
+from runner.core.run.result import RunResult
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.sweep_resume import resumed_numbers
 

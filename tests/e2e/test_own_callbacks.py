@@ -57,7 +57,7 @@ def test_a_callback_sees_every_step_and_changes_none(runs):
 
 
 def test_metrics_are_recorded_at_their_steps(runs):
-    journal = "tracking._target_=runner.tracking.tracker.ProcessJournal"
+    journal = "tracking._target_=runner.core.record.tracker.ProcessJournal"
     run = runs.train(f"callbacks={{note:{{_target_:lab.callbacks.Note}}}} {journal}")
     rows = [json.loads(line) for line in (run.folder / "steps.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}

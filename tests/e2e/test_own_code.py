@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_folders import write_lab
 
-from runner.config.room import modes
+from runner.core.config.room import modes
 
 RUNNER = Path(sys.executable).with_name("runner")
 OWN = "--config-dir lab/conf model=net data=mine train.max_steps=3 tracking=none"

@@ -9,7 +9,7 @@ from precision_models import EMULATED, precisions_on_cpu
 from run_folders import cut_run
 from states import check_same_checkpoints
 
-from runner.checkpoint.checkpoint_file import load
+from runner.core.record.checkpoint_file import load
 from runner.precision import registry
 
 STEPS, HALF = 4, 2

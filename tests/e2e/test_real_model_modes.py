@@ -9,10 +9,10 @@ import torch
 from tiny_models import arrays, batches, build, typed
 from torch import nn
 
-from runner.checkpoint.checkpoint_file import load
-from runner.tracking.tracker import NoTracker
+from runner.core.record.checkpoint_file import load
+from runner.core.record.tracker import NoTracker
 
-JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
+JOURNAL = "tracking._target_=runner.core.record.tracker.ProcessJournal"
 SHORT = ("tracking=none", JOURNAL, "train.max_steps=3")
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import NAMES, train_by_hand, typed
 
 STEPS = 3
-JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
+JOURNAL = "tracking._target_=runner.core.record.tracker.ProcessJournal"
 SHORT = ("tracking=none", JOURNAL, f"train.max_steps={STEPS}")
 by_hand = cache(train_by_hand)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_folders import copy_files, finished_run
 
-from runner.utils.files import folder_lock
+from runner.core.base.files import folder_lock
 
 QUICK = (
     "model=mlp model.hidden=[8] train.max_steps=6 train.log_every=2 train.eval_every=3 "

@@ -6,9 +6,9 @@ from statistics import fmean
 import pytest
 from run_folders import only_sweep
 
+from runner.core.base.formatting import format_percent
 from runner.sweeps.report.load import load_from_folder, load_from_store
 from runner.tracking.reader import Reader
-from runner.utils.formatting import format_percent
 
 SMALL = "model.width=16 model.hidden=16 model.experts=4 train.batch_size=4 train.max_steps=2"
 SWEEP = ("-m", "hydra/launcher=basic", "accelerator=cpu", "model=mixture", "data=text")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.config.schema import flatten
-from runner.tracking import journal as journals
+from runner.core.config.schema import flatten
+from runner.core.record import journal as journals
 
 # An initial scale that overflows and a short interval: the scale falls, then rises and falls.
 SCALED = (

@@ -12,8 +12,8 @@ import pytest
 import torch
 from waiting import SECONDS, wait_for
 
+from runner.core.base.files import folder_lock
 from runner.sweeps.manifest import Manifest
-from runner.utils.files import folder_lock
 
 SWEEP = (
     "--config-dir lab/conf model=gate data=mine train.max_steps=12 train.eval_every=4 "

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_folders import job_results, write_lab
 
-from runner.modes.result import RunResult
+from runner.core.run.result import RunResult
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +198,13 @@ def test_a_number_of_a_job_alone_is_no_sweep(quick, tmp_path):
 def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
     names = []
 
-    def note(spec, folder, invocation, console):
+    def note(spec, folder, invocation, *_):
         names.append(invocation.label(spec))
         result = RunResult(precision=spec.precision["name"], label="", folder=str(folder))
         result.write(folder)
         return result
 
-    monkeypatch.setattr("runner.modes.run.run", note)
+    monkeypatch.setattr("runner.core.run.run.run_spec", note)
     assert quick("sweep=precisions", "hydra/launcher=basic").rc == 0
     assert names == ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
@@ -213,7 +213,7 @@ def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(sweep, tmp_path, monkeypatch
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("runner.modes.run.run", stop)
+    monkeypatch.setattr("runner.core.run.run.run_spec", stop)
     done = sweep("seed=0,1,2")
     assert done.rc == 130
     (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")

@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from runner.modes.result import RunResult
+from runner.core.base.layout import HISTORY
+from runner.core.record.tracker import Tracker
+from runner.core.run.result import RunResult
 from runner.tracking import dashboard, history
-from runner.tracking.tracker import Tracker
-from runner.utils.layout import HISTORY
 
 ARGS = (
     "model.hidden=[64, 32]",

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.base.errors import Unavailable
 from runner.precision import registry
-from runner.utils.errors import Unavailable
 
 pytestmark = [
     pytest.mark.gpu,

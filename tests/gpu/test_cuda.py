@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from runner.core.base.accelerator import Accelerator
+from runner.core.loop.records import HostTransfer
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import train_step
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision import registry
-from runner.training.records import HostTransfer
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
-from runner.utils.accelerator import Accelerator
 
 pytestmark = pytest.mark.gpu
 NATIVE = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")

@@ -4,8 +4,8 @@ import pytest
 from mixtures import FAMILIES, IDS, tiny_mixture
 from torch.nn import functional as F
 
+from runner.core.base.errors import Unavailable
 from runner.precision import precision
-from runner.utils.errors import Unavailable
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from runner.core.base.errors import Unavailable
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import loss_of, train_step
 from runner.models.gpt import GPT
 from runner.precision import registry
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
-from runner.utils.errors import Unavailable
 
 CUDA = torch.device("cuda", 0)
 NAMES = ("float8-tensorwise", "float8-rowwise", "float8-rowwise-hp")

@@ -7,12 +7,12 @@ import torch
 from precision_models import UNIT
 
 from models.gpt import GPT
+from runner.core.loop.records import HostTransfer
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import loss_of, train_step
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
 from runner.training.model import BuiltModel
-from runner.training.records import HostTransfer
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
 
 pytestmark = [pytest.mark.gpu, pytest.mark.imitated]

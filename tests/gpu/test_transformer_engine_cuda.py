@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from runner.core.base.errors import Unavailable
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import train_step
 from runner.precision import registry
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
-from runner.utils.errors import Unavailable
 
 NAMES = [name for name in registry.precision_names() if name.startswith("transformer-engine")]
 DELAYED = "transformer-engine"

@@ -9,14 +9,14 @@ from states import follow_own_state
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.base.tensors import narrow_parameters
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import train_step
 from runner.precision import precision, registry
 from runner.precision.casting import CastCacheWatch
 from runner.precision.emulation.cuda_autocast import cuda_casts
 from runner.training.own_state import own_hooks
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
-from runner.utils.tensors import narrow_parameters
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.config.schema import RunSpec
+from runner.core.config.schema import RunSpec
 from runner.precision import registry
 from runner.training.model import build_model
 

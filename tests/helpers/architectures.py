@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.segmentation.lraspp import LRASPP
 
-from runner.training.tasks.task import Task, mean, stack, wide
+from runner.core.loop.task import Task, mean, stack, wide
 
 TOKENS = 64
 LENGTH = 12

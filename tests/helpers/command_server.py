@@ -31,7 +31,7 @@ MODULES = (
     "IPython aiohttp flask importlib_metadata matplotlib.backends.backend_agg "
     "matplotlib.backends.backend_svg matplotlib.figure mlflow.pyfunc "
     "mlflow.store.tracking.sqlalchemy_store mlflow.tracking.request_header.registry "
-    "networkx runner.cli.main runner.modes.run runner.modes.train "
+    "networkx runner.cli.main runner.core.run.run runner.modes.train "
     "runner.sweeps.advisor.trials runner.sweeps.hydra_callback "
     "runner.sweeps.launcher.job_main runner.sweeps.sweep "
     "runner.tracking.writer.uploader sklearn.datasets sklearn.model_selection "

@@ -11,12 +11,12 @@ from torch import nn
 
 from models import resnet as resnets
 from models.gpt import GPT
-from runner.config.schema import RunSpec
-from runner.data.batch_layout import KeywordInputs
+from runner.core.config.schema import RunSpec
+from runner.core.loop.batches import KeywordInputs
+from runner.core.run.context import TrainingSetup
 from runner.diagnostics.divergence.compare import compare_batch
 from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
 from runner.diagnostics.divergence.roundoffs import Execution
-from runner.modes.context import TrainingSetup
 from runner.precision.registry import load_precision
 from runner.training.setup import build_state
 from runner.training.tasks.classification import Classification

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from runner.training.tasks.task import Task
+from runner.core.loop.task import Task
 
 EXAMPLES = 13
 

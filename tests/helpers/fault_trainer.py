@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+from runner.core.record.tracker import RunInfo
 from runner.tracking import journal_status
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.tracker import RunInfo
 from runner.tracking.writer_process import shared_writer
 
 BLOCK = 20

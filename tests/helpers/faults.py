@@ -12,9 +12,9 @@ from fault_trainer import BEGAN_MS, values
 from forked_process import ForkedProcess
 from waiting import SECONDS, wait_for
 
+from runner.core.base.layout import HISTORY
 from runner.tracking import history
 from runner.tracking.upload_state import UploadState
-from runner.utils.layout import HISTORY
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours

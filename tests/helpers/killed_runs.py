@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from forked_process import ForkedProcess
 
-from runner.checkpoint import checkpoint_file
-from runner.tracking import journal
+from runner.core.record import checkpoint_file, journal
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of mlflow's imports

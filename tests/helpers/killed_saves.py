@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from forked_process import run_forked
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.writers import AsyncCheckpointWriter
+from runner.core.base.errors import ConfigError
+from runner.core.record import checkpoint_file
 from runner.tracking import locate
-from runner.utils.errors import ConfigError
+from runner.training.formats.writers import AsyncCheckpointWriter
 
 
 def killed_saves(folder, env, kills, mebibytes):

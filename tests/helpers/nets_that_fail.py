@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 from torchvision.models.swin_transformer import SwinTransformer
 from transformers import GPT2LMHeadModel
 
+from runner.core.loop.task import Task
 from runner.training.tasks.classification import Classification
-from runner.training.tasks.task import Task
 
 
 def fft(h):

@@ -5,11 +5,11 @@ import io
 import torch
 from torch import nn
 
+from runner.core.base.errors import Unavailable
+from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.precision import registry
 from runner.training.own_state import own_hooks
-from runner.training.state import ScheduledOptimizer, TrainState
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import Unavailable
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 EMULATED = ("tf32", "float8", "torchao-", "transformer-engine")

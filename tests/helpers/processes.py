@@ -40,7 +40,7 @@ class Outcome:
 
     def content(self):
         """Return that of the last checkpoint."""
-        from runner.checkpoint.checkpoint_file import load
+        from runner.core.record.checkpoint_file import load
 
         return load(self.checkpoint())
 

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import train_step
 from runner.diagnostics.numerics.probe import Probe
 from runner.precision import registry
 from runner.training.own_state import OwnState, own_hooks
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")

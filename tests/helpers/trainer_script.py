@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from runner.core.record.tracker import RunInfo
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.tracker import RunInfo
 from runner.tracking.writer_process import shared_writer
 
 STEPS = 400

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from states import CPU, check_same_checkpoints
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.targets import build_group
-from runner.modes.context import TrainingSetup
+from runner.core.config.targets import build_group
+from runner.core.loop.step import train_step
+from runner.core.record.checkpoint_file import LoadedCheckpoint
+from runner.core.run.context import TrainingSetup
 from runner.training import state_dict
 from runner.training.model import build_model
 from runner.training.setup import build_state
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 
 MLP = ("model=mlp", "model.hidden=[72,4]", "tracking=none")

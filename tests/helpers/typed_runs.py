@@ -2,7 +2,7 @@
 
 import json
 
-from runner.checkpoint.checkpoint_file import load
+from runner.core.record.checkpoint_file import load
 
 
 class Trained:

@@ -23,13 +23,13 @@ from composition_cache import cache_compositions
 from hydra import compose, initialize_config_module
 
 from runner.config.hydra_plugins import VERSION_BASE
-from runner.config.invocation import Invocation
 from runner.config.overrides import rewrite_arguments
 from runner.config.resolve import register_schema, resolve_spec
-from runner.distributed import torchrun
-from runner.modes.run import run
+from runner.core.base import torchrun
+from runner.core.base.errors import RunnerError
+from runner.core.config.invocation import Invocation
+from runner.core.run.run import run_spec
 from runner.rooms import install_rooms
-from runner.utils.errors import RunnerError
 
 # What a run imports when it needs it; each process would import it anew.
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp")
@@ -37,7 +37,7 @@ MODEL_LIBRARIES = {"model=hf": "transformers.modeling_utils", "model=timm": "tim
 ROOT = Path(__file__).parents[2]
 IMPORTED = "imported-{}.txt"
 """Where a process writes what it has imported, by its rank."""
-RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
+RANK_JOURNAL = "tracking._target_=runner.core.record.tracker.ProcessJournal"
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def run_job(folder, spec, overrides):
     rank = torchrun.process_rank().index
     try:
         with count_collectives(folder, rank):
-            run(spec, folder, Invocation(overrides=tuple(overrides)))
+            run_spec(spec, folder, Invocation(overrides=tuple(overrides)))
     except RunnerError as error:
         (folder / f"refused-{rank}.txt").write_text(str(error))
     except Exception:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from runner.modes.result import RunResult
+from runner.core.run.result import RunResult
 
 
 class Lab:

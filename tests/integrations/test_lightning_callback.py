@@ -9,8 +9,8 @@ pytest.importorskip("lightning")
 
 from foreign_trainings import Module, batches, fit, lightning_trainer
 
+from runner.core.base.errors import ConfigError
 from runner.integrations.lightning import PrecisionCallback, validation_metrics
-from runner.utils.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers and devices
 

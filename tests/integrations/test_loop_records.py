@@ -20,12 +20,12 @@ from foreign_trainings import (
     train_with_fabric,
 )
 
+from runner.core.base.errors import ConfigError
 from runner.integrations import steps
 from runner.integrations.accelerate import PrecisionRecord
 from runner.integrations.lightning import FabricRecord
 from runner.integrations.training_source import check_sharding
 from runner.tracking import history
-from runner.utils.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers and devices
 

@@ -9,6 +9,7 @@ import torch
 from forked_process import ForkedProcess
 from torch import nn
 
+from runner.core.base.errors import Unavailable
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.integrations.training_source import (
     PrecisionRequest,
@@ -16,7 +17,6 @@ from runner.integrations.training_source import (
     step_dtypes,
     substitution_text,
 )
-from runner.utils.errors import Unavailable
 
 FLOAT32 = PrecisionRequest("Trainer()", "32-true")
 

@@ -16,10 +16,10 @@ pytest.importorskip("lightning")
 
 from foreign_trainings import train_with_accelerate
 
-from runner.tracking import journal as journals
+from runner.core.base.errors import ConfigError
+from runner.core.record import journal as journals
 from runner.tracking import writer_process
 from runner.tracking.writer_process import WriterProcess
-from runner.utils.errors import ConfigError
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "foreign_trainer_script.py"
 

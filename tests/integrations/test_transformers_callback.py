@@ -12,9 +12,9 @@ pytest.importorskip("lightning")
 
 from foreign_trainings import train_with_transformers, transformers_trainer
 
+from runner.core.base.errors import ConfigError
 from runner.integrations.transformers import PrecisionCallback, evaluation_metrics
 from runner.tracking import history
-from runner.utils.errors import ConfigError
 
 
 def trained(*callbacks, **changes):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import runner
-from runner.checkpoint import checkpoint_file
+from runner.core.record import checkpoint_file
 
 
 class Noisy(nn.Module):

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import runner
+from runner.core.base.errors import ConfigError
 from runner.data.splits import TensorFields
-from runner.utils.errors import ConfigError
 
 COLOURS = {"apple": (200, 20, 20), "banana": (200, 200, 20), "cherry": (20, 20, 200)}
 SHORT = ["tracking=none", "train.batch_size=12"]

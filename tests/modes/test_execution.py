@@ -12,8 +12,10 @@ from nets import Tables
 from nets_that_pass_by import Leaves, Reads
 from torch import nn
 
-from runner.config.schema import RunSpec
-from runner.modes.context import TrainingSetup
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.run.context import TrainingSetup
 from runner.modes.execution import build_execution, build_proven_model
 from runner.precision import registry
 from runner.precision.conversion_proof import (
@@ -21,10 +23,8 @@ from runner.precision.conversion_proof import (
     NOT_RUN_REASON,
     RAN_IN_TRAINING_REASON,
 )
-from runner.precision.conversion_report import ConversionReport
 from runner.training.model import BuiltModel
 from runner.training.tasks.regression import Regression
-from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-int8")

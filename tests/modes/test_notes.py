@@ -4,11 +4,11 @@ import shlex
 
 import pytest
 
-from runner.modes.result import RunResult
-from runner.precision.conversion_report import ConversionReport, Fate, ModuleConversion
+from runner.core.base.terminal import quote_command
+from runner.core.policy.conversion_report import ConversionReport, Fate, ModuleConversion
+from runner.core.run.result import RunResult
+from runner.output.markup import markdown_code
 from runner.tracking import notes
-from runner.utils.markup import markdown_code
-from runner.utils.terminal import quote_command
 
 WORDS = ["python", "-m", "runner", "precision=16-mixed", "precision.keep_fp32=[a b]"]
 COMMAND = quote_command(WORDS)

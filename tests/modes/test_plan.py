@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from runner.core.base.tensors import tensor_bytes
 from runner.modes.plan import _state_bytes
 from runner.precision.weight_updates import UPDATE_RULES
 from runner.precision.wide_step import attach_update
 from runner.training.setup import build_optimizer, embedding_parameters, parameters_by_optimizer
-from runner.utils.tensors import tensor_bytes
 
 STATEFUL = (
     "adagrad adam adamw nadam rmsprop sgd muon adam8bit adamw8bit lion8bit paged_adam8bit"

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.modes.result import RunResult
+from runner.core.base.formatting import format_number
+from runner.core.run.result import RunResult
+from runner.output.console import plain_console
 from runner.tracking.result_table import page_lines, print_result, read_results
-from runner.utils.console import plain_console
-from runner.utils.formatting import format_number
 
 DONE = RunResult(
     precision="16-mixed",
@@ -54,7 +54,7 @@ def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeyp
         raise OSError
 
     with monkeypatch.context() as full_disk:
-        full_disk.setattr("runner.utils.files.os.fdopen", cut_off)
+        full_disk.setattr("runner.core.base.files.os.fdopen", cut_off)
         with pytest.raises(OSError):
             FAILED.write(tmp_path)
     assert RunResult.read(tmp_path).label == DONE.label

@@ -11,13 +11,13 @@ from states import check_same_checkpoints
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner.checkpoint import checkpoint_file
-from runner.config.invocation import Invocation
+from runner.core.config.invocation import Invocation
+from runner.core.loop.callback import dispatch
+from runner.core.loop.records import EvalRecord
+from runner.core.record import checkpoint_file
+from runner.core.run.run import run_spec
 from runner.modes import training_callbacks
-from runner.modes.run import run
 from runner.tracking import locate
-from runner.training.callbacks.callback import dispatch
-from runner.training.records import EvalRecord
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def check(main, compose, records, tmp_path):
         folder = tmp_path / "whole"
         typed = words.split()
         spec = compose(*QUICK.split(), f"checkpoint.every_steps={math.gcd(*steps)}", *typed)
-        run(spec, folder, Invocation(overrides=tuple(typed)))
+        run_spec(spec, folder, Invocation(overrides=tuple(typed)))
         whole, end = [*records], checkpoint_file.load(locate.find_checkpoint(str(folder)))
         for step in steps:
             copy = cut_run(folder, tmp_path / f"cut-{step}", step)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.config.invocation import Invocation
-from runner.modes import run_metadata
+from runner.core.config.invocation import Invocation
+from runner.core.run import run_metadata
 
 
 @pytest.fixture
@@ -41,7 +41,9 @@ def test_the_environment_names_versions_and_the_command(monkeypatch):
     json.dumps(found)
 
 
-@pytest.mark.parametrize(("status", "dirty"), [("", "false"), (" M runner/modes/run.py", "true")])
+@pytest.mark.parametrize(
+    ("status", "dirty"), [("", "false"), (" M runner/core/run/run.py", "true")]
+)
 def test_git_tags(tmp_path, fake_git, status, dirty):
     fake_git(f'case "$1" in rev-parse) echo abc123;; status) echo "{status}";; esac')
     assert run_metadata.git_tags(tmp_path) == {"git_commit": "abc123", "git_dirty": dirty}

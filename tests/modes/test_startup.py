@@ -8,11 +8,11 @@ from items import Items
 from torch import nn
 
 import runner
-from runner.config.schema import GuardSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import GuardSpec
 from runner.data.loader import Loader, LoaderOptions
 from runner.modes.startup import check_data
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import ConfigError
 
 ROWS = [(torch.zeros(2), 0)] * 4
 

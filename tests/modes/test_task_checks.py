@@ -5,8 +5,8 @@ import torch
 from states import make_state
 from torch import nn
 
+from runner.core.base.errors import ConfigError
 from runner.modes.task_checks import check_joinable
-from runner.utils.errors import ConfigError
 
 
 class Compared(nn.Linear):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from runner.core.base.errors import ConfigError
 from runner.modes.training_outputs import check_model_folders, draw_loss_scale
-from runner.utils.errors import ConfigError
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused_before_training():

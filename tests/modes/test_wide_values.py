@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from runner.config.schema import RunSpec
-from runner.data.batch_layout import KeywordInputs
-from runner.modes.context import TrainingSetup
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec
+from runner.core.loop.batches import KeywordInputs
+from runner.core.run.context import TrainingSetup
 from runner.modes.execution import build_proven_model
 from runner.precision import registry
 from runner.training.model import BuiltModel
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.regression import Regression
-from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 OTHERS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")

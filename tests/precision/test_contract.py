@@ -9,17 +9,17 @@ from precision_models import CPU, load_precision, precisions_on_cpu, train_state
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.loop.step import loss_of, train_step
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.policy.loss_scale import LossScale
+from runner.core.policy.precision import Precision
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
 from runner.precision.base import BasePrecision
-from runner.precision.contract import Precision
-from runner.precision.conversion_report import ConversionReport
 from runner.precision.converting import ConvertingPrecision
-from runner.precision.loss_scale import LossScale
 from runner.precision.mixed import MixedPrecision
 from runner.precision.quantized import WeightFormatPrecision
 from runner.precision.true import TruePrecision
-from runner.training.step import loss_of, train_step
 from runner.training.tasks.classification import Classification
 
 NAMES = registry.precision_names()

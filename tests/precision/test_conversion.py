@@ -6,6 +6,8 @@ from precision_models import skip_reasons
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from runner.core.base.errors import ConfigError
+from runner.core.policy.conversion_report import Fate, ModuleConversion
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
@@ -13,8 +15,6 @@ from runner.precision.conversion import (
     is_converted,
     replace_in_place,
 )
-from runner.precision.conversion_report import Fate, ModuleConversion
-from runner.utils.errors import ConfigError
 
 
 class Doubled(nn.Linear):

@@ -7,7 +7,7 @@ from precision_models import load_precision
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
-from runner.precision.conversion_report import ConversionReport, Fate, ModuleConversion
+from runner.core.policy.conversion_report import ConversionReport, Fate, ModuleConversion
 
 LINEAR_ONLY = "precision=float8-rowwise converts linear layers only"
 OR_EXPERTS = (

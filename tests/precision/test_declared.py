@@ -12,9 +12,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from runner.core.base.errors import ConfigError
 from runner.precision import precision
 from runner.precision.conversion import KEPT_REASON
-from runner.utils.errors import ConfigError
 
 SIZES = {
     "hidden_size": 64,

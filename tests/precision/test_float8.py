@@ -19,12 +19,12 @@ from precision_models import (
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.loop.step import train_step
+from runner.core.policy.loss_scale import NoLossScale
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.mlp import MLP
 from runner.precision import float8
 from runner.precision.layers.backward_checks import pad_rows
-from runner.precision.loss_scale import NoLossScale
-from runner.training.step import train_step
 
 TENSORWISE, ROWWISE, HIGH_PRECISION = NAMES = (
     "float8-tensorwise float8-rowwise float8-rowwise-hp".split()

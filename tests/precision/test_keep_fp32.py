@@ -5,11 +5,11 @@ import torch
 from precision_models import CPU
 from torch import nn
 
+from runner.core.base.errors import ConfigError
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.distributed.fsdp import _modules_of_other_dtype
 from runner.precision import registry
 from runner.precision.keep_fp32 import KeptInFloat32, find_kept_modules, keep_in_float32
-from runner.utils.errors import ConfigError
+from runner.training.strategies.fsdp import _modules_of_other_dtype
 
 OTHERS = ("16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
 TRUE = ("16-true", "bf16-true", "64-true")

@@ -14,10 +14,10 @@ from states import make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.loop.step import train_step
+from runner.core.loop.task import Task
 from runner.precision import PolicyError, precision
 from runner.precision.registry import precision_names
-from runner.training.step import train_step
-from runner.training.tasks.task import Task
 
 
 class Net(nn.Module):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from runner.precision import loss_scale as scale_module
-from runner.precision.loss_scale import (
+from runner.core.base.errors import ConfigError
+from runner.core.policy import loss_scale as scale_module
+from runner.core.policy.loss_scale import (
     DynamicLossScale,
     HostFlag,
     NoLossScale,
@@ -13,7 +14,6 @@ from runner.precision.loss_scale import (
     gradient_hooks,
     watch_gradient_calls,
 )
-from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 SETTINGS = [

@@ -5,8 +5,8 @@ import torch
 from precision_models import CPU, load_precision
 from torch import nn
 
-from runner.precision.loss_scale import DynamicLossScale, NoLossScale
-from runner.utils.errors import ConfigError
+from runner.core.base.errors import ConfigError
+from runner.core.policy.loss_scale import DynamicLossScale, NoLossScale
 
 
 def test_float16_has_a_live_scale_and_bfloat16_has_none():

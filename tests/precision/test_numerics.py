@@ -17,8 +17,8 @@ from precision_models import CPU, UNIT, load_precision, precisions_on_cpu, train
 
 from models.gpt import GPT
 from models.mlp import MLP
+from runner.core.loop.step import train_step
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
 

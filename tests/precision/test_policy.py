@@ -11,8 +11,8 @@ from states import CPU, are_equal, make_state, regression_batch, regression_net
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.loop.step import train_step
 from runner.precision import BasePrecision, ConfigError, Policy, PolicyError, Unavailable, precision
-from runner.training.step import train_step
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 

@@ -11,11 +11,11 @@ import torch
 from precision_models import load_precision, run_forward, skip_reasons, train_state
 from torch import nn
 
-from runner.precision.contract import ConversionPlan
+from runner.core.base.errors import ConfigError
+from runner.core.loop.step import train_step
+from runner.core.policy.precision import ConversionPlan
 from runner.precision.layers.quantized_linear import QuantizedLinear
 from runner.training.adapters import Lora
-from runner.training.step import train_step
-from runner.utils.errors import ConfigError
 
 FORMATS = ("int4", "int8", "nvfp4")
 every_format = pytest.mark.parametrize("name", FORMATS)

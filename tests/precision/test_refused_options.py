@@ -4,9 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 from refusals import message_table
 
+from runner.core.base.errors import ConfigError
 from runner.precision import registry
 from runner.precision.transformer_engine import TransformerEnginePrecision
-from runner.utils.errors import ConfigError
 
 SWITCH = "is not known. Allowed: true, false."
 # What is typed after `precision.`, precisions of each class that checks it, and the problem.

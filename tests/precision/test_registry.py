@@ -4,9 +4,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from runner.core.base.errors import ConfigError, Unavailable
 from runner.precision import registry
 from runner.precision.true import TruePrecision
-from runner.utils.errors import ConfigError, Unavailable
 
 CONF = Path(__file__).parents[2] / "conf" / "precision"
 CPU = torch.device("cpu")

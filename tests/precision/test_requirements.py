@@ -7,8 +7,8 @@ import pytest
 import torch
 from precision_models import CPU, CUDA, MPS, pretend_gpu
 
+from runner.core.base.errors import Unavailable
 from runner.precision import devices, registry, te_recipes
-from runner.utils.errors import Unavailable
 
 pytest.importorskip("runner.precision.layers.bnb_linear")
 

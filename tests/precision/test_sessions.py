@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import runner
+from runner.core.base.errors import PolicyError
 from runner.precision import precision
-from runner.utils.errors import PolicyError
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 BASE = nn.Linear(16, 16)

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from runner.core.base.errors import ConfigError
 from runner.precision import PolicyError, precision
 from runner.precision.wide_step import attach_update, check_state_dtype, stuck_averages
 from runner.training.lowbit_optimizers import AdamW4bit
-from runner.utils.errors import ConfigError
 
 BF16 = torch.bfloat16
 SHAPES = ((64, 32), (3, 5), (64,), ())

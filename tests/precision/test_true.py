@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from runner.core.base.errors import ConfigError
 from runner.precision import registry
 from runner.precision.switches import float32_matmul
-from runner.utils.errors import ConfigError
 
 ADAMS = {"Adam": {}, "AdamW": {}, "NAdam": {}, "RMSprop": {"eps": 1e-8}, "Adagrad": {"eps": 1e-10}}
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from runner.core.base.errors import ConfigError
 from runner.precision.weight_updates import UPDATE_RULES, round_stochastically
 from runner.precision.wide_step import CHUNK_ELEMENTS, attach_update, drop_foreign_state
-from runner.utils.errors import ConfigError
 
 BF16 = torch.bfloat16
 CURES = UPDATE_RULES[1:]

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from runner.modes.run import run
+from runner.core.record.tracker import NoTracker
+from runner.core.run.run import run_spec
 from runner.precision.conversion import is_converted
 from runner.precision.registry import load_precision
-from runner.tracking.tracker import NoTracker
 
 STEPS = 2
 BATCH = 4
@@ -91,7 +91,7 @@ def trained(compose, tmp_path):
         Memory.values = {}
         architectures.MODELS.clear()
         with modules_that_run() as ran:
-            result = run(spec, tmp_path / "run")
+            result = run_spec(spec, tmp_path / "run")
         assert result.status == "finished", result.error
         return tmp_path / "run", Memory.values, ran, architectures.MODELS[-1]
 

@@ -10,18 +10,18 @@ from job_results import finished, lost
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from runner.core.base.errors import TrackingError
+from runner.core.record.tracker import NoTracker
 from runner.sweeps import sweep as sweeps
 from runner.sweeps.sweep import Sweep, sweep_name
 from runner.tracking.reader import Reader
-from runner.tracking.tracker import NoTracker
-from runner.utils.errors import TrackingError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import mlflow  # noqa: F401  its warnings are not ours
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
-NONE = {"_target_": "runner.tracking.tracker.NoTracker"}
+NONE = {"_target_": "runner.core.record.tracker.NoTracker"}
 
 
 def begun(folder, precision, tracking, **more):

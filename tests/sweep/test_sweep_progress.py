@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from job_results import finished, lost
 
+from runner.core.base.layout import ADVICE, CONFIG, MANIFEST, RESULT
 from runner.sweeps import sweep_progress
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.sweep_progress import job_label, print_job_line
-from runner.utils.layout import ADVICE, CONFIG, MANIFEST, RESULT
 
 NOW = 1_000_000
 BEGUN = 1000.0

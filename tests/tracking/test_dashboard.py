@@ -11,9 +11,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from runner.core.record.metric_names import METRICS
+from runner.core.record.tracker import NOTE_TAG
 from runner.tracking import dashboard
-from runner.tracking.metric_names import METRICS
-from runner.tracking.tracker import NOTE_TAG
 
 TAG, SWEEP_TAG = (
     "mlflow.sharedViewState.precision-runner",

@@ -10,8 +10,8 @@ from faults import progress_of
 from forked_process import run_forked
 from waiting import SECONDS
 
+from runner.core.base.secrets import redact
 from runner.tracking.uri import resolve_experiment_id
-from runner.utils.secrets import redact
 
 CWD = Path("/lab")
 
@@ -134,7 +134,7 @@ from hydra import compose, initialize_config_module
 
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema, resolve_spec
-from runner.modes.run import run
+from runner.core.run.run import run_spec
 from runner.rooms import install_rooms
 
 mlflow.set_tracking_uri(sys.argv[1])
@@ -145,7 +145,7 @@ with initialize_config_module("runner.conf", **VERSION_BASE):
     spec = resolve_spec(compose("config", ["model=mlp", "model.hidden=[16]", "train.max_steps=3"]))
 with mlflow.start_run() as mine:
     mlflow.log_metric("before", 1.0)
-    result = run(spec, Path("out"))
+    result = run_spec(spec, Path("out"))
     assert mlflow.active_run().info.run_id == mine.info.run_id
     mlflow.log_metric("after", 2.0)
 print(mine.info.run_id, result.run_id, result.experiment_id)

@@ -2,9 +2,9 @@ import os
 
 import pytest
 
+from runner.core.base.layout import HISTORY
+from runner.core.record.journal import Journal
 from runner.tracking import history
-from runner.tracking.journal import Journal
-from runner.utils.layout import HISTORY
 
 
 def journal(folder, *values):

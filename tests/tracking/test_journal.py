@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.tracking.journal import END_RESERVE_BYTES, Journal, has_live_owner, read_records
+from runner.core.record.journal import END_RESERVE_BYTES, Journal, has_live_owner, read_records
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_memory_for_a_full_disk_has_a_bound(tmp_path, disk):
 
 
 def test_the_trainers_side_imports_neither_mlflow_nor_torch():
-    code = "import sys, runner.tracking.mlflow, runner.tracking.tracker; "
+    code = "import sys, runner.tracking.mlflow, runner.core.record.tracker; "
     code += "print([name for name in ('mlflow', 'torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from runner.tracking.journal import Journal
+from runner.core.base.errors import TrackingError
+from runner.core.record.journal import Journal
+from runner.core.record.tracker import RunInfo
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.tracker import RunInfo
 from runner.tracking.upload_state import UploadState
 from runner.tracking.writer_process import WriterProcess, shared_writer, use_writer
-from runner.utils.errors import TrackingError
 
 
 class Clock:

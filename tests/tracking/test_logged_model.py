@@ -17,11 +17,11 @@ from serving import free_port
 from torch import nn
 from waiting import SECONDS, wait_for
 
-from runner.checkpoint.export import export
-from runner.data.batch_layout import KeywordInputs, PositionalInputs
+from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.loop.model_call import call_model
 from runner.precision.mixed import MixedPrecision
 from runner.tracking.writer.logged_model import log_model
-from runner.training.model_call import call_model
+from runner.training.formats.export import export
 from runner.training.tasks.language import CausalLM
 
 ODD = "Anna's model"

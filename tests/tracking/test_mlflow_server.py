@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from waiting import wait_for
 
-from runner.checkpoint.export import export
+from runner.core.record.tracker import RunInfo
 from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
 from runner.precision.registry import load_precision
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.tracker import RunInfo
+from runner.training.formats.export import export
 
 pytestmark = pytest.mark.slow
 

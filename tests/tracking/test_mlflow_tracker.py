@@ -13,10 +13,10 @@ from faults import progress_of
 from waiting import wait_for
 
 from runner.cli.sync import sync
+from runner.core.base.errors import ConfigError, TrackingError
+from runner.core.record.tracker import RunInfo
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.tracker import RunInfo
 from runner.tracking.writer_process import shared_writer
-from runner.utils.errors import ConfigError, TrackingError
 
 KEYS = tuple(f"train/metric_{number}" for number in range(7))
 

@@ -6,9 +6,9 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from runner.config.signature import sign
+from runner.core.config.signature import sign
+from runner.core.record.journal import Journal
 from runner.tracking import pending, writer_process
-from runner.tracking.journal import Journal
 from runner.tracking.pending import MAX_SEARCHED_FOLDERS, find_journals, upload_in_background
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE
 from runner.tracking.writer_process import WriterProcess

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 
-from runner.tracking.journal import JOURNAL_TAG
+from runner.core.base.errors import TrackingError
+from runner.core.record.journal import JOURNAL_TAG
 from runner.tracking.reader import Reader
-from runner.utils.errors import TrackingError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours

@@ -12,6 +12,8 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils import validation
 from torch.utils.data import TensorDataset
 
+from runner.core.base.errors import TrackingError
+from runner.core.loop.records import legal_names
 from runner.data.datasets.digits import digits
 from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
@@ -19,8 +21,6 @@ from runner.tracking.reader import Reader
 from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import sqlite_path
 from runner.tracking.writer.store import Store, distinct_names, legal_name, metric_name, truncate
-from runner.training.records import legal_names
-from runner.utils.errors import TrackingError
 
 # MLflow's, which runs in this process here.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from runner.core.base.errors import ConfigError
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.uri import check_store, resolve_experiment, resolve_uri, sqlite_path
 from runner.tracking.writer.store import Store
-from runner.utils.errors import ConfigError
 
 CWD = Path("/lab")
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from runner.core.base.errors import ConfigError
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.writer import system_metrics
 from runner.tracking.writer.system_metrics import SystemMetrics
-from runner.utils.errors import ConfigError
 
 pytest.importorskip("psutil")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from runner.core.record.tracker import NoTracker, RunInfo, Tracker
 from runner.tracking import history
-from runner.tracking.tracker import NoTracker, RunInfo, Tracker
 
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "tracking").glob("*.yaml"))
 

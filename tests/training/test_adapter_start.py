@@ -6,9 +6,9 @@ import torch
 from adapted_nets import Net, built, outputs, shake
 from torch import nn
 
+from runner.core.base.errors import ConfigError
 from runner.precision import registry
 from runner.training.adapters import CHANGES_BASE, INITS, Lora
-from runner.utils.errors import ConfigError
 
 RANK = 2
 LORA = {"_target_": "runner.training.adapters.Lora", "rank": RANK, "alpha": 8.0}

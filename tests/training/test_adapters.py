@@ -7,12 +7,12 @@ import torch
 from adapted_nets import ADDITIONS, Net, adapted, built, outputs, shake
 from torch import nn
 
+from runner.core.base.errors import ConfigError, Unavailable
 from runner.precision import registry
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training import adapters
 from runner.training.adapters import Lora
 from runner.training.setup import build_scheduled_optimizers
-from runner.utils.errors import ConfigError, Unavailable
 
 CPU = torch.device("cpu")
 PARTS = ("weight", "bias")

@@ -10,7 +10,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from runner.config.schema import RunSpec, TrainSpec
+from runner.core.base.errors import ConfigError
+from runner.core.base.modules import repeated_blocks
+from runner.core.base.tensors import TORCH_VERSION
+from runner.core.config.schema import RunSpec, TrainSpec
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.gpt import GPT
 from runner.models.mlp import MLP
@@ -26,9 +29,6 @@ from runner.training.compile import (
     outermost_modules,
     prepare_model,
 )
-from runner.utils.errors import ConfigError
-from runner.utils.modules import repeated_blocks
-from runner.utils.tensors import TORCH_VERSION
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN = registry.load_precision("32-true")

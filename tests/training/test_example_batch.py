@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from runner.data.batch_layout import KeywordInputs
+from runner.core.loop.batches import KeywordInputs
+from runner.core.loop.model_call import call_model
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.model_call import call_model
 
 CPU = torch.device("cpu")
 HF = ("model=hf", "model.config={model_type: bert}")

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import runner
+from runner.core.base.errors import ConfigError
 from runner.precision import registry
 from runner.precision.layers.quantized_linear import unpack_state_dict
 from runner.training.adapters import Lora
 from runner.training.pretrained_folder import plain_weights
-from runner.utils.errors import ConfigError
 
 WIDTH, INNER, COUNT, RANK = 16, 32, 4, 2
 LAYOUTS = {"moe.first": True, "moe.second": False}

@@ -6,13 +6,13 @@ from states import CPU, make_state
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.config.schema import TrainSpec
+from runner.core.config.schema import TrainSpec
+from runner.core.loop.loop import LoopHooks, fit
+from runner.core.loop.records import EvalRecord
 from runner.data.loader import Loader
 from runner.models.huggingface import huggingface
 from runner.models.mixture import Mixture
 from runner.training.expert_loads import ExpertLoads
-from runner.training.loop import LoopHooks, fit
-from runner.training.records import EvalRecord
 from runner.training.tasks.language import Language
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

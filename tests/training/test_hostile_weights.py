@@ -12,13 +12,13 @@ import torchvision
 from tiny_configs import tiny_config, tiny_settings
 from transformers import BertForMaskedLM
 
-from runner.config.targets import build_group
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import read_as_data
+from runner.core.config.targets import build_group
 from runner.models.huggingface import huggingface
 from runner.models.timm_any import timm_any
 from runner.models.torchvision_any import torchvision_any
 from runner.training.model import safe_loading
-from runner.utils.errors import ConfigError
-from runner.utils.files import read_as_data
 
 NET = "test_resnet"
 

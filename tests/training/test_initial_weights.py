@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from runner.checkpoint import checkpoint_file
-from runner.config.schema import InitSpec, RunSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import InitSpec, RunSpec
+from runner.core.record import checkpoint_file
 from runner.modes.execution import read_initial_weights
 from runner.precision import registry
 from runner.training.initial_weights import shortest_patterns
 from runner.training.model import build_model
-from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 

@@ -12,14 +12,14 @@ from states import make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.base.errors import ConfigError
+from runner.core.loop.step import train_step
+from runner.core.loop.task import Task
 from runner.diagnostics.data_checks import labels_of
 from runner.modes.replay import _traced
-from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
 from runner.training.tasks.regression import Regression
-from runner.training.tasks.task import Task
-from runner.utils.errors import ConfigError
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.config.schema import InitSpec, RunSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import InitSpec, RunSpec
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.precision import registry
 from runner.training.model import build_model, build_on_meta
-from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 META = {"input": [3, 8, 8], "classes": 10}

@@ -8,15 +8,15 @@ from states import CPU, are_equal
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from runner.config.schema import RunSpec
-from runner.config.targets import check_targets
+from runner.core.base.errors import ConfigError
+from runner.core.base.tensors import tensor_bytes
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import check_targets
+from runner.core.loop.state import ScheduledOptimizer
+from runner.core.policy.loss_scale import DynamicLossScale
 from runner.precision import registry
-from runner.precision.loss_scale import DynamicLossScale
 from runner.training import lowbit_optimizers
 from runner.training.setup import build_optimizer, build_scheduled_optimizers, embedding_parameters
-from runner.training.state import ScheduledOptimizer
-from runner.utils.errors import ConfigError
-from runner.utils.tensors import tensor_bytes
 
 BLOCKWISE = ("adam8bit", "adamw8bit", "lion8bit")
 OPTIONS = (*BLOCKWISE, *(f"paged_{name}" for name in BLOCKWISE), "adamw4bit", "adamwfp8")

@@ -8,17 +8,17 @@ from bitsandbytes.functional import QuantState, dequantize_4bit
 from torch import nn
 from torch.nn import functional as F
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.schema import RunSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec
+from runner.core.loop.state import TrainState
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.precision import registry
 from runner.training.adapters import Lora
 from runner.training.model import build_model, restore_model, restore_precision_state
 from runner.training.setup import build_scheduled_optimizers
-from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification
-from runner.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8")

@@ -8,12 +8,12 @@ from states import are_equal, make_state, regression_batch, regression_net
 from torch.nn import functional as F
 from training_states import MLP, begin, resume_halfway, save, train
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.core.base.errors import ConfigError
+from runner.core.loop.state import ScheduledOptimizer
+from runner.core.loop.step import train_step
+from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.training.setup import build_optimizer, closure_calls
-from runner.training.state import ScheduledOptimizer
-from runner.training.step import train_step
 from runner.training.weight_average import with_averaged_weights
-from runner.utils.errors import ConfigError
 
 
 class Sam(torch.optim.Optimizer):

@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.torch_version import TorchVersion
 
-from runner.config.schema import RunSpec
-from runner.config.targets import build_group
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec
+from runner.core.config.targets import build_group
 from runner.precision import registry
 from runner.training import setup
 from runner.training.model import build_model
@@ -18,7 +19,6 @@ from runner.training.setup import (
     build_scheduled_optimizers,
     parameters_by_optimizer,
 )
-from runner.utils.errors import ConfigError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1}

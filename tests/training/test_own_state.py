@@ -10,13 +10,13 @@ import torch
 from states import follow_own_state, make_state, regression_batch
 from torch import nn
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.core.base.errors import ConfigError
+from runner.core.loop.step import train_step
+from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.precision.weight_updates import UPDATE_RULES, WideForward
 from runner.training.model import load_weights
 from runner.training.own_state import OWN_BUFFERS_KEY, SkippedSteps
-from runner.training.step import train_step
 from runner.training.weight_average import WeightAverage
-from runner.utils.errors import ConfigError
 
 
 @dataclass

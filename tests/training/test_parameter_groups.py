@@ -11,7 +11,8 @@ from states import CPU
 from torch import nn
 from training_states import MLP, begin, resume_halfway, save, train
 
-from runner.config.targets import check_targets
+from runner.core.base.errors import ConfigError
+from runner.core.config.targets import check_targets
 from runner.precision.layers.experts import convert_experts
 from runner.precision.registry import load_precision
 from runner.training import state_dict
@@ -23,9 +24,8 @@ from runner.training.parameter_groups import (
     matched_names,
 )
 from runner.training.setup import build_scheduled_optimizers, check_arguments
-from runner.utils.errors import ConfigError
 
-RANK_JOURNAL = "tracking._target_=runner.tracking.tracker.ProcessJournal"
+RANK_JOURNAL = "tracking._target_=runner.core.record.tracker.ProcessJournal"
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.2}
 
 

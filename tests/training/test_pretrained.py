@@ -7,8 +7,8 @@ import timm
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from runner.config.schema import InitSpec, RunSpec
-from runner.config.targets import instantiate
+from runner.core.config.schema import InitSpec, RunSpec
+from runner.core.config.targets import instantiate
 from runner.modes.startup import print_trainable
 from runner.precision import registry
 from runner.training.model import starts_random

@@ -8,22 +8,22 @@ from states import CPU, make_state, regression_batch, regression_net
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from runner.modes.task_checks import checked_losses
-from runner.tracking.metric_names import METRICS
-from runner.tracking.tracker import NoTracker
-from runner.training.callbacks.runner_callbacks import MetricLogger
-from runner.training.records import (
+from runner.core.base.accelerator import Accelerator
+from runner.core.base.errors import ConfigError
+from runner.core.loop.records import (
     STEP_METRICS,
     HostTransfer,
     RecordBuffer,
     StepMetric,
     tracker_values,
 )
-from runner.training.state import ScheduledOptimizer
-from runner.training.step import loss_of, train_step
+from runner.core.loop.state import ScheduledOptimizer
+from runner.core.loop.step import loss_of, train_step
+from runner.core.record.metric_names import METRICS
+from runner.core.record.tracker import NoTracker
+from runner.modes.task_checks import checked_losses
+from runner.training.callbacks.runner_callbacks import MetricLogger
 from runner.training.tasks.regression import Regression
-from runner.utils.accelerator import Accelerator
-from runner.utils.errors import ConfigError
 
 
 def decaying_sgd(lr=0.1):
@@ -97,7 +97,7 @@ def test_steps_may_differ_in_their_numbers_of_gradients():
 
 def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     """Also where the block arrives later."""
-    monkeypatch.setattr("runner.training.records.HostTransfer.is_ready", False)
+    monkeypatch.setattr("runner.core.loop.records.HostTransfer.is_ready", False)
     state = small_state("32-true")
     monkeypatch.setattr(
         type(state.precision),
@@ -137,7 +137,7 @@ def test_a_metric_is_added_by_one_entry_of_the_table(monkeypatch, name):
         metric="train/largest_weight",
         measure=lambda state: state.model[0].weight.abs().max(),
     )
-    monkeypatch.setattr("runner.training.records.STEP_METRICS", (*STEP_METRICS, largest))
+    monkeypatch.setattr("runner.core.loop.records.STEP_METRICS", (*STEP_METRICS, largest))
     wanted, buffer = {}, RecordBuffer(state)
     for seed in range(4):
         buffer.add(train_step(state, [regression_batch(4, seed)]))

@@ -10,7 +10,8 @@ from run_folders import finished_run
 from torch import nn
 from training_states import MLP, begin, resume_halfway, save, train
 
-from runner.config.targets import check_targets
+from runner.core.base.errors import ConfigError
+from runner.core.config.targets import check_targets
 from runner.training import state_dict
 from runner.training.schedules import (
     build_scheduler,
@@ -18,7 +19,6 @@ from runner.training.schedules import (
     describe_schedule,
     warmup_steps,
 )
-from runner.utils.errors import ConfigError
 
 TORCH = "torch.optim.lr_scheduler"
 PLATEAU = {"_target_": f"{TORCH}.ReduceLROnPlateau", "factor": 0.5, "patience": 0}

@@ -9,10 +9,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 from training_states import MLP, begin, resume_halfway, save, train
 
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
+from runner.core.base.errors import ConfigError
+from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.training import state_dict
 from runner.training.own_state import OwnUpdates
-from runner.utils.errors import ConfigError
 
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 OPTIMIZERS = {

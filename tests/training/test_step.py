@@ -7,17 +7,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.config.schema import RunSpec, TrainSpec
-from runner.modes.context import TrainingSetup
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec, TrainSpec
+from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.step import examples_in, grad_norms, loss_of, train_step
+from runner.core.loop.task import Task
+from runner.core.policy.loss_scale import DynamicLossScale
+from runner.core.run.context import TrainingSetup
 from runner.precision import registry
-from runner.precision.loss_scale import DynamicLossScale
 from runner.training.own_state import own_hooks
 from runner.training.setup import build_scheduled_optimizers, build_state
-from runner.training.state import ScheduledOptimizer, TrainState
-from runner.training.step import examples_in, grad_norms, loss_of, train_step
 from runner.training.tasks.regression import Regression
-from runner.training.tasks.task import Task
-from runner.utils.errors import ConfigError
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from states import make_state, regression_batch, regression_net
 
+from runner.core.loop.state import ScheduledOptimizer, StepHook
+from runner.core.loop.step import train_step
 from runner.modes.task_checks import checked_losses
-from runner.training.state import ScheduledOptimizer, StepHook
-from runner.training.step import train_step
 from runner.training.tasks.regression import Regression
 
 

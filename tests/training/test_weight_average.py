@@ -10,12 +10,12 @@ from states import are_equal
 from torch import nn
 from training_states import MLP, begin, resume_halfway, save, train
 
-from runner.checkpoint import checkpoint_file
-from runner.config.schema import TrainSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import TrainSpec
+from runner.core.record import checkpoint_file
 from runner.training import state_dict
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.weight_average import WeightAverage, with_averaged_weights
-from runner.utils.errors import ConfigError
 
 DECAY = 0.75
 

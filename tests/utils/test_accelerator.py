@@ -1,16 +1,16 @@
 import pytest
 import torch
 
-from runner.utils import accelerator
-from runner.utils.accelerator import (
+from runner.core.base import accelerator
+from runner.core.base.accelerator import (
     Accelerator,
     available_kinds,
     choose_accelerator,
     cpu_name,
     resident_peak_mib,
 )
-from runner.utils.errors import ConfigError, Unavailable
-from runner.utils.tensors import MIB
+from runner.core.base.errors import ConfigError, Unavailable
+from runner.core.base.tensors import MIB
 
 
 def test_every_machine_has_a_cpu_last():

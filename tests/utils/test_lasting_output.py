@@ -8,7 +8,7 @@ import pytest
 CODE = """
 import sys
 from pathlib import Path
-from runner.utils.lasting_output import lasting_output
+from runner.output.lasting_output import lasting_output
 
 with lasting_output():
     with open("opened_next", "w") as file:

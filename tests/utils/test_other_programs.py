@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from runner.utils import other_programs
-from runner.utils.other_programs import OtherPrograms, busy_sentence
+from runner.sweeps import other_programs
+from runner.sweeps.other_programs import OtherPrograms, busy_sentence
 
 LOOP = "while True: pass"
 STRAY = f"""import subprocess, sys

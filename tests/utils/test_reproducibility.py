@@ -10,14 +10,14 @@ from forked_process import run_forked
 from states import follow_own_state, make_state, regression_batch
 from waiting import SECONDS
 
-from runner.training.own_state import saved_state
-from runner.training.step import train_step
-from runner.utils.reproducibility import (
+from runner.core.base.random_state import (
     make_deterministic,
     process_state,
     saved_forward_state,
     seed_all,
 )
+from runner.core.loop.step import train_step
+from runner.training.own_state import saved_state
 
 
 def everything():
@@ -108,7 +108,7 @@ def test_operations_that_can_differ_are_refused():
 SWITCHES = """
 import sys, torch
 from runner.precision.switches import float32_matmul
-from runner.utils.reproducibility import process_state
+from runner.core.base.random_state import process_state
 b = torch.backends
 places = (b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)
 def state():

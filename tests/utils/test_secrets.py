@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from runner.utils.secrets import redact, redact_override, redact_values
+from runner.core.base.secrets import redact, redact_override, redact_values
 
 QUICK = ("precision=32-true", "model=mlp", "model.hidden=[16]", "train.max_steps=3")
 OVERRIDES = {

@@ -10,8 +10,8 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
-from runner.utils import stop_signals
-from runner.utils.stop_signals import Interrupted, Stopped, StopSignals
+from runner.core.base import stop_signals
+from runner.core.base.stop_signals import Interrupted, Stopped, StopSignals
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def python(code):
 
 BLOCKED = """
 import ctypes, signal
-from runner.utils.stop_signals import StopSignals
+from runner.core.base.stop_signals import StopSignals
 sleep = ctypes.CDLL(None).sleep
 with StopSignals():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread takes it
@@ -165,7 +165,7 @@ def test_a_second_ctrl_c_ends_a_call_that_does_not_return():
 
 COMMAND = """
 import sys, time
-from runner.utils.stop_signals import CommandSignals, Interrupted
+from runner.core.base.stop_signals import CommandSignals, Interrupted
 with CommandSignals(lambda: {open}) as signals:
     signals.status = {status}
     try:
@@ -200,7 +200,7 @@ def test_except_exception_does_not_catch_an_interrupt():
 
 SERVANT = """
 import time
-from runner.utils.stop_signals import ignore_signals
+from runner.core.base.stop_signals import ignore_signals
 time.sleep(0.3)
 ignore_signals()
 print("lives", flush=True)

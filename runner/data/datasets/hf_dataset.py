@@ -7,10 +7,10 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from runner.core.base.errors import ConfigError, first_line
 from runner.data.datasets.parquet import batch_rows
 from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
-from runner.utils.errors import ConfigError, first_line
 
 log = logging.getLogger(__name__)
 

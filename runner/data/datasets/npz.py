@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.core.base.errors import ConfigError
 from runner.data.splits import Splits, TensorFields, held_out, split_fields
-from runner.utils.errors import ConfigError
-from runner.utils.files import check_unpacked
+from runner.data.unpacked import check_unpacked
 
 
 def npz(

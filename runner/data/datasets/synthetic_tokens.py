@@ -2,8 +2,8 @@
 
 import torch
 
+from runner.core.base.errors import ConfigError
 from runner.data.splits import Splits, first_for_validation, held_out, require_at_least
-from runner.utils.errors import ConfigError
 
 
 def synthetic_tokens(

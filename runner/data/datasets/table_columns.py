@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.batch_layout import IGNORED_LABEL
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import read_as_data
+from runner.core.loop.batches import IGNORED_LABEL
 from runner.data.datasets.imagefolder import decoded_image, image_transform
 from runner.data.datasets.npz import as_input, as_target
 from runner.data.splits import (
@@ -28,8 +30,6 @@ from runner.data.splits import (
     split_fields,
     split_rows,
 )
-from runner.utils.errors import ConfigError
-from runner.utils.files import read_as_data
 
 log = logging.getLogger(__name__)
 

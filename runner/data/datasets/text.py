@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.core.base.errors import ConfigError
 from runner.data.splits import Splits, held_out, require_at_least
-from runner.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)

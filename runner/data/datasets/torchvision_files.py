@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import TensorDataset
 from torchvision.datasets import CIFAR10, MNIST
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import read_as_data
 from runner.data.splits import Splits, image_tensors
-from runner.utils.errors import ConfigError
-from runner.utils.files import read_as_data
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from runner.core.base.module_tape import ROOT, ModuleTape
 from runner.precision.layers.experts import expert_parts
-from runner.utils.module_tape import ROOT, ModuleTape
 
 LOSS = "(loss)"
 """Name of the code after the model: the task's loss, which takes the model's output."""

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.data.batch_layout import Batch
+from runner.core.base.modules import set_training
+from runner.core.loop.batches import Batch
+from runner.core.loop.step import backpropagate, loss_of
+from runner.core.policy.precision import Precision
 from runner.diagnostics.divergence.boundaries import (
     Boundary,
     FunctionListener,
@@ -47,11 +50,8 @@ from runner.diagnostics.divergence.roundoffs import (
     narrow_dtype,
 )
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
-from runner.precision.contract import Precision
 from runner.precision.layers.expert_weight import ExpertWeight
 from runner.training.own_state import saved_state
-from runner.training.step import backpropagate, loss_of
-from runner.utils.modules import set_training
 
 _KINK_PEAK = 0.05
 """Share of a tensor's squared error in one element from which on the error may be that of a kink:

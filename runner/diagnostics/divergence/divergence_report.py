@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.core.base.files import write_json
+from runner.core.base.formatting import first_names, format_number, format_share
 from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.compare import BatchComparison
 from runner.diagnostics.divergence.findings import (
@@ -21,10 +23,8 @@ from runner.diagnostics.divergence.findings import (
     first_divergence,
 )
 from runner.diagnostics.divergence.tensor_error import LogProbabilityError
-from runner.utils.files import write_json
-from runner.utils.formatting import first_names, format_number, format_share
-from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
-from runner.utils.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
+from runner.output.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
+from runner.output.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,13 +8,13 @@ from functools import cached_property
 
 import torch
 
+from runner.core.base.tensors import dtype_name, unit_roundoff
 from runner.diagnostics.divergence.boundaries import CHOICES, LOSS, ROOT, WRITTEN, Boundary
 from runner.diagnostics.divergence.passes import Arrival, PassErrors
 from runner.diagnostics.divergence.reference import Reference
 from runner.diagnostics.divergence.roundoffs import Execution, Roundoffs, with_rounding
 from runner.diagnostics.divergence.tensor_error import TensorError
 from runner.precision.conversion import is_converted
-from runner.utils.tensors import dtype_name, unit_roundoff
 
 LARGEST_EXPLAINED = 2.0
 """Error that rounding explains, as a multiple of the expected error, of a layer of torch.nn or a

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runner.core.base.tensors import unit_roundoff
 from runner.diagnostics.divergence.boundaries import (
     LOSS,
     ROOT,
@@ -33,7 +34,6 @@ from runner.diagnostics.divergence.reference import (
 from runner.diagnostics.divergence.roundoffs import Execution, Perturber
 from runner.diagnostics.divergence.tensor_error import TensorError, larger_errors, measure_error
 from runner.precision.layers.experts import by_expert, stack_names
-from runner.utils.tensors import unit_roundoff
 
 
 class ComparingVisitor(Visitor):

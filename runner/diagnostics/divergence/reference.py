@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from runner.data.batch_layout import Batch
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import check_version
+from runner.core.base.tensors import dtype_name, real_view, unit_roundoff
+from runner.core.loop.batches import Batch
 from runner.diagnostics.divergence.boundaries import Boundary, Visitor
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, norm_of
-from runner.utils.errors import ConfigError
-from runner.utils.files import check_version
-from runner.utils.tensors import dtype_name, real_view, unit_roundoff
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""

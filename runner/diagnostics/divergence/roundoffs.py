@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from runner.core.base.tensors import real_view, unit_roundoff
+from runner.core.loop.state import TrainState
+from runner.core.policy.precision import Precision
 from runner.diagnostics.divergence.boundaries import ROOT, Boundary
 from runner.diagnostics.divergence.reference import NarrowCode, Reference
-from runner.precision.contract import Precision
 from runner.precision.conversion import is_converted
 from runner.precision.keep_fp32 import KeptInFloat32
-from runner.training.state import TrainState
-from runner.utils.tensors import real_view, unit_roundoff
 
 SEED = 2**40 + 1
 """Of the generator that draws the perturbations."""

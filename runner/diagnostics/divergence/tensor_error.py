@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from runner.training.tasks.task import Task
-from runner.utils.tensors import real_view
+from runner.core.base.tensors import real_view
+from runner.core.loop.task import Task
 
 _Key = TypeVar("_Key")
 

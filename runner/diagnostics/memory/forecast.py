@@ -1,6 +1,6 @@
 """Predict the peak memory of training, by kind, before anything is trained.
 
-The run's own step (runner.training.step) and an evaluation are rehearsed on fake tensors, which
+The run's own step (runner.core.loop.step) and an evaluation are rehearsed on fake tensors, which
 have shapes and no memory, and runner.diagnostics.memory.memory_tracker adds up the storages that
 every operator makes and drops. Left out are a data set held in memory, a checkpoint's copy, and
 what a compiler or a GPU's libraries take. bench/memory_plan.py compares the predictions with the
@@ -36,8 +36,19 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
-from runner.config.targets import build_group
+from runner.core.base.errors import RunnerError
+from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.modules import set_training
+from runner.core.base.tensors import GIB, float32_bytes
+from runner.core.base.tpu import is_tpu
+from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
+from runner.core.config.targets import build_group
+from runner.core.loop.loop import Stagnation, set_evaluation_mode
+from runner.core.loop.model_call import call_model
+from runner.core.loop.state import TrainState
+from runner.core.loop.step import train_step
+from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
+from runner.core.run.context import TrainingSetup
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.diagnostics.memory.memory_tracker import (
@@ -47,23 +58,12 @@ from runner.diagnostics.memory.memory_tracker import (
     MemoryBreakdown,
     MemoryTracker,
 )
-from runner.modes.context import TrainingSetup
-from runner.precision.contract import NO_PLAN, ConversionPlan, Precision
 from runner.precision.forward_watch import ForwardWatch
 from runner.precision.layers.experts import own_stacks, possible_stacks
 from runner.training.compile import prepare_model
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.loop import Stagnation, set_evaluation_mode
 from runner.training.model import META_DEVICE, build_model, build_on_meta, materialize_lazy_layers
-from runner.training.model_call import call_model
 from runner.training.setup import build_state
-from runner.training.state import TrainState
-from runner.training.step import train_step
-from runner.utils.errors import RunnerError
-from runner.utils.library_warnings import suppress_warnings
-from runner.utils.modules import set_training
-from runner.utils.tensors import GIB, float32_bytes
-from runner.utils.tpu import is_tpu
 
 _REAL = nullcontext()
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.core.base.module_tape import ModuleTape, is_in_backward
+from runner.core.base.tensors import inner_tensors
 from runner.precision.emulation.cpu_kernels import KERNELS
-from runner.utils.module_tape import ModuleTape, is_in_backward
-from runner.utils.tensors import inner_tensors
 
 _CUDA_BLOCK = 512
 """Bytes that CUDA's allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp)."""

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from runner.config.schema import RunSpec
+from runner.core.base.accelerator import Accelerator
+from runner.core.base.errors import RunnerError
+from runner.core.base.modules import repeated_blocks
+from runner.core.base.tensors import MIB, stored_bytes, tensor_bytes
+from runner.core.config.schema import RunSpec
+from runner.core.loop.state import TrainState
+from runner.core.policy.precision import Precision
 from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
@@ -17,12 +23,6 @@ from runner.diagnostics.memory.forecast import (
     largest_fitting,
     memory_limit,
 )
-from runner.precision.contract import Precision
-from runner.training.state import TrainState
-from runner.utils.accelerator import Accelerator
-from runner.utils.errors import RunnerError
-from runner.utils.modules import repeated_blocks
-from runner.utils.tensors import MIB, stored_bytes, tensor_bytes
 
 # Texts of the allocators that raise a plain RuntimeError.
 _ALLOCATOR_ERRORS = (

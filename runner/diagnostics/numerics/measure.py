@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from runner.core.base.tensors import real_view
 from runner.diagnostics.numerics.results import NEGLIGIBLE_EXPONENT_GAP, QuantizationLoss
 from runner.precision.emulation.formats import (
     BFLOAT16,
@@ -27,7 +28,6 @@ from runner.precision.emulation.formats import (
     round_to_format,
 )
 from runner.precision.layers.expert_weight import ExpertWeight
-from runner.utils.tensors import real_view
 
 MAX_SAMPLE_ELEMENTS = 2**14
 """Elements of a tensor that are measured at most."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.core.base.formatting import first_names, format_share
 from runner.diagnostics.numerics.results import (
     INITIAL_SCALE,
     KINDS,
@@ -21,10 +22,9 @@ from runner.diagnostics.numerics.results import (
     loss_scales,
     suitable_range,
 )
+from runner.output.markup import Block, Cell, Charts, Heading, Items, Table, Text, to_html
+from runner.output.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 from runner.precision.emulation.formats import FORMATS
-from runner.utils.formatting import first_names, format_share
-from runner.utils.markup import Block, Cell, Charts, Heading, Items, Table, Text, to_html
-from runner.utils.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

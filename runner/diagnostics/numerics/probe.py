@@ -15,6 +15,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import now_ms, relative_path
+from runner.core.base.layout import NUMERICS
+from runner.core.base.module_tape import ROOT, ModuleTape
+from runner.core.base.tensors import dtype_name
+from runner.core.loop.callback import RunCallback
+from runner.core.loop.state import TrainState
+from runner.core.record.tracker import RunOutput
 from runner.diagnostics.numerics.measure import (
     BLOCK_ELEMENTS,
     MAX_SAMPLE_ELEMENTS,
@@ -28,14 +36,6 @@ from runner.diagnostics.numerics.measure import (
 )
 from runner.diagnostics.numerics.results import KINDS, Numerics, NumericsSnapshot, TensorStats, read
 from runner.precision.layers.experts import by_expert, expert_names, stack_names
-from runner.tracking.tracker import RunOutput
-from runner.training.callbacks.callback import RunCallback
-from runner.training.state import TrainState
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import now_ms, relative_path
-from runner.utils.layout import NUMERICS
-from runner.utils.module_tape import ROOT, ModuleTape
-from runner.utils.tensors import dtype_name
 
 MAX_OUTPUT_SAMPLES = 4
 """Output tensors of one module in a forward after which no further call of it is measured."""

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import read_json, write_text
+from runner.core.base.formatting import grouped
+from runner.core.base.layout import NUMERICS
 from runner.precision.emulation.formats import FLOAT16, FORMATS
-from runner.utils.errors import ConfigError
-from runner.utils.files import read_json, write_text
-from runner.utils.formatting import grouped
-from runner.utils.layout import NUMERICS
 
 KINDS = ("activations", "weights", "gradients", "updates")
 Sensitivity = Literal["range", "precision", "none"]

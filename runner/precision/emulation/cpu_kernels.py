@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from runner.core.base.errors import ConfigError
 from runner.precision.emulation.formats import round_to_tf32
-from runner.utils.errors import ConfigError
 
 BoxedKernel = Callable[..., Any]
 """A kernel, called as f(dispatch keys, *args, **kwargs)."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.utils.errors import ConfigError
-from runner.utils.module_tape import is_in_backward
+from runner.core.base.errors import ConfigError
+from runner.core.base.module_tape import is_in_backward
 
 
 def forbid_second_derivative(output: Tensor) -> Tensor:

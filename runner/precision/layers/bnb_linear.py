@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.core.base.library_warnings import suppress_warnings
 from runner.precision.conversion import change_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.quantized_linear import PackedLinear, PackedWeightOwner
 from runner.precision.layers.weight_formats import PackedTensors
-from runner.utils.library_warnings import suppress_warnings
 
 with suppress_warnings():
     import bitsandbytes as bnb

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from runner.distributed.strategy import is_sharded
+from runner.core.base.errors import ConfigError
+from runner.core.base.modules import ConditionalModules
+from runner.core.base.tensors import is_narrow
+from runner.core.loop.strategy import is_sharded
 from runner.precision.layers.expert_weight import ExpertWeight, Groups
-from runner.utils.errors import ConfigError
-from runner.utils.modules import ConditionalModules
-from runner.utils.tensors import is_narrow
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
 # model names its own lists so, as it may name one local_experts.

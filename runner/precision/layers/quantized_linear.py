@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from runner.distributed.strategy import is_sharded
+from runner.core.base.errors import ConfigError
+from runner.core.loop.strategy import is_sharded
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.experts import stack_packed_experts
 from runner.precision.layers.weight_formats import PackedTensors, WeightFormat, format_of_packed
-from runner.utils.errors import ConfigError
 
 
 class FakeQuantizedLinear(nn.Linear):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.core.base.library_warnings import suppress_warnings
 from runner.precision.emulation.formats import E2M1
 from runner.precision.emulation.quantizers import Nvfp4Quantizer
-from runner.utils.library_warnings import suppress_warnings
 
 FORMAT_NAMES = ("int4", "int8", "nvfp4")
 # torchao's least scale of int8 tensors; its fake quantisers have another by default, that of int4.

@@ -15,15 +15,19 @@ from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
-from runner.config.invocation import override_texts
 from runner.config.messages import option_hint
 from runner.config.overrides import as_typed, path_exists
 from runner.config.resolve import resolve_spec
-from runner.config.room import spec_problems
-from runner.config.schema import PRECISION_ALIASES, AdviseSpec, RunSpec
-from runner.modes.result import RunResult
-from runner.modes.run_metadata import config_text
-from runner.precision.contract import Precision
+from runner.core.base.accelerator import choose_accelerator
+from runner.core.base.errors import ConfigError, refuse
+from runner.core.base.formatting import first_names, override_key
+from runner.core.base.layout import MANIFEST
+from runner.core.config.invocation import override_texts
+from runner.core.config.room import spec_problems
+from runner.core.config.schema import PRECISION_ALIASES, AdviseSpec, RunSpec
+from runner.core.policy.precision import Precision
+from runner.core.run.result import RunResult
+from runner.core.run.run_metadata import config_text
 from runner.precision.registry import (
     PrecisionSupport,
     load_precision,
@@ -43,10 +47,6 @@ from runner.sweeps.report.sweep_data import Job, JobSettings, flat_config
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import BASELINE
-from runner.utils.accelerator import choose_accelerator
-from runner.utils.errors import ConfigError, refuse
-from runner.utils.formatting import first_names, override_key
-from runner.utils.layout import MANIFEST
 
 _COMPARED_SECTIONS = ("model", "adapter", "data", "task", "optimizer", "scheduler", "train", "init")
 """Sections of a config that decide what a seed trains."""

@@ -13,16 +13,16 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from runner.config.targets import build_group
+from runner.core.config.targets import build_group
+from runner.core.policy.precision import Precision
+from runner.core.run.result import RunResult
 from runner.diagnostics.numerics import Numerics
-from runner.modes.result import RunResult
-from runner.precision.contract import Precision
+from runner.output.console import plain_console
 from runner.sweeps.advisor.advise_command import AdviseCommand
 from runner.sweeps.advisor.trials import Trials
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, rank_precisions
 from runner.sweeps.verdict.statistics import Verdict
-from runner.utils.console import plain_console
 
 FLOAT32 = "32-true"
 """The precision whose numbers explain the others, whatever the baseline is."""

@@ -23,7 +23,12 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register
-from runner.config.schema import AdviseSpec
+from runner.core.base.errors import ConfigError, RunnerError
+from runner.core.base.formatting import format_duration
+from runner.core.base.tensors import MIB
+from runner.core.config.schema import AdviseSpec
+from runner.core.record.metric_names import VAL_LOSS
+from runner.core.run.result import RunResult
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     free_memory,
@@ -31,10 +36,11 @@ from runner.diagnostics.memory.forecast import (
     peak_forecast,
 )
 from runner.diagnostics.numerics import read
-from runner.modes.result import RunResult
+from runner.output.console import plain_console
 from runner.sweeps.advisor.advise_command import AdviseCommand
 from runner.sweeps.advisor.remedies import FLOAT32, Diagnosis, RemedySearch, diagnose
 from runner.sweeps.advisor.trials import Trials
+from runner.sweeps.other_programs import OtherPrograms
 from runner.sweeps.verdict.advise_request import (
     EMULATED_STEP_TIME_RATIO,
     TIMEOUT_TIME_RATIO,
@@ -43,12 +49,6 @@ from runner.sweeps.verdict.advise_request import (
 from runner.sweeps.verdict.gate import NOT_TRAINED, GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Verdict
-from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.console import plain_console
-from runner.utils.errors import ConfigError, RunnerError
-from runner.utils.formatting import format_duration
-from runner.utils.other_programs import OtherPrograms
-from runner.utils.tensors import MIB
 
 BASELINE_BUDGET_SHARE = 0.05
 """Share of the budget in which the baseline's step time is measured, for a second at least."""

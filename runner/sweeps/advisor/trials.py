@@ -7,11 +7,11 @@ from time import perf_counter
 
 from hydra.plugins.launcher import Launcher
 
-from runner.modes.result import RunResult
+from runner.core.base.formatting import now_ms
+from runner.core.run.result import RunResult
 from runner.sweeps.sweep import Sweep
 from runner.sweeps.sweep_resume import final_result, has_settings
 from runner.tracking.result_table import read_results
-from runner.utils.formatting import now_ms
 
 
 class Trials:

@@ -19,8 +19,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from runner.core.base.stop_signals import SIGNALS, ignore_signals
 from runner.sweeps.launcher.job_request import STATUS_STRUCT
-from runner.utils.stop_signals import SIGNALS, ignore_signals
 
 REQUEST_FD_COUNT = 4
 """Number of file descriptors in a request: the pipe that the JobRequest comes through, the status
@@ -31,7 +31,7 @@ pipe, stdout and stderr, in this order."""
 PRELOADED_MODULES = (
     (
         "runner.cli.main",
-        "runner.modes.run",
+        "runner.core.run.run",
         "runner.modes.train",
         "runner.sweeps.hydra_callback",
         "runner.sweeps.launcher.job_main",

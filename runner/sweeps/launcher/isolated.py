@@ -18,8 +18,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from runner.config.hydra_plugins import register
-from runner.config.invocation import override_texts
-from runner.modes.result import RunResult
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import override_key
+from runner.core.base.layout import RESULT
+from runner.core.base.terminal import one_line
+from runner.core.config.invocation import override_texts
+from runner.core.run.result import RunResult
+from runner.output.notebook_log import NotebookLog
 from runner.sweeps.job_result import job_invocation, job_words, record_result
 from runner.sweeps.launcher.job_process import ForkServerClient, JobProcess
 from runner.sweeps.launcher.job_request import (
@@ -32,11 +37,6 @@ from runner.sweeps.launcher.stop_requests import StopRequests
 from runner.sweeps.sweep_progress import job_label, print_job_line
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.writer_process import JobJournal, shared_writer
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import override_key
-from runner.utils.layout import RESULT
-from runner.utils.notebook_log import NotebookLog
-from runner.utils.terminal import one_line
 
 GRACE_SECONDS = 10.0
 """Time that jobs have to end after the second signal, before they are killed."""

@@ -12,9 +12,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from runner.core.base.stop_signals import CommandSignals, Interrupted
 from runner.sweeps.launcher.job_request import STATUS_STRUCT, JobRequest
 from runner.tracking.writer_process import SweepWriter, use_writer
-from runner.utils.stop_signals import CommandSignals, Interrupted
 
 _PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl(2): the signal that this process gets when its parent ends."""

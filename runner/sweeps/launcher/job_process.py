@@ -21,8 +21,8 @@ from select import select
 from selectors import EVENT_READ, BaseSelector
 from typing import TextIO
 
+from runner.core.base.stop_signals import signals_blocked
 from runner.sweeps.launcher.job_request import STATUS_STRUCT, JobRequest
-from runner.utils.stop_signals import signals_blocked
 
 _READ_BYTES = 65536
 """Bytes of a job's output that are read at once: the size of a pipe's buffer on Linux."""

@@ -30,17 +30,17 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
+from runner.core.base.errors import ConfigError
+from runner.core.base.formatting import quote_value
+from runner.core.base.layout import MANIFEST, RESULT
+from runner.core.base.stop_signals import Interrupted
+from runner.core.base.terminal import print_error
+from runner.output.lasting_output import lasting_output
 from runner.sweeps.launcher.isolated import JobRunner, begin_launch, job_return
 from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
 from runner.sweeps.launcher.stop_requests import StopFile
 from runner.sweeps.sweep_progress import print_job_line
-from runner.utils.errors import ConfigError
-from runner.utils.formatting import quote_value
-from runner.utils.lasting_output import lasting_output
-from runner.utils.layout import MANIFEST, RESULT
-from runner.utils.stop_signals import Interrupted
-from runner.utils.terminal import print_error
 
 STOP_FILE_NAME = "stop"
 """Name of the file in a sweep's folder that requests a stop of its jobs; it holds the number of a

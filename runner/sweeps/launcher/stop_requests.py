@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from select import select
 
-from runner.utils.files import write_text
-from runner.utils.stop_signals import COALESCE_SECONDS, Interrupted, SignalHandler
+from runner.core.base.files import write_text
+from runner.core.base.stop_signals import COALESCE_SECONDS, Interrupted, SignalHandler
 
 
 class StopRequests(SignalHandler):

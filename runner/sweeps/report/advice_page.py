@@ -3,6 +3,10 @@
 from collections.abc import Iterator
 from statistics import fmean
 
+from runner.core.base.formatting import format_number
+from runner.core.base.terminal import quote_command
+from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, Text, Tone
+from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import (
     cast_note,
@@ -17,10 +21,6 @@ from runner.sweeps.verdict.answer import Answer, Caveat, CaveatKind, Reason, kno
 from runner.sweeps.verdict.gate import GateVerdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
-from runner.utils.formatting import format_number
-from runner.utils.markup import Block, Cell, Commands, Heading, Items, Table, Text, Tone
-from runner.utils.other_programs import busy_sentence
-from runner.utils.terminal import quote_command
 
 # What the recommended precision would have to be, by advise.objective.
 GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}

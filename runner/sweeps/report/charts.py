@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.modes.result import RunResult
+from runner.core.base.formatting import grouped
+from runner.core.record.metric_names import VAL_LOSS
+from runner.core.run.result import RunResult
+from runner.output.markup import LegendEntry
+from runner.output.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import BASELINE, group_name
 from runner.tracking.history import Curve
-from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.formatting import grouped
-from runner.utils.markup import LegendEntry
-from runner.utils.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,11 @@ from typing import Any
 
 from rich.table import Table as TerminalTable
 
-from runner.config.schema import MAX_FORECAST_BATCH_SIZE
-from runner.modes.result import RunResult
+from runner.core.base.formatting import format_number, format_percent
+from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE
+from runner.core.record.metric_names import VAL_LOSS
+from runner.core.run.result import RunResult
+from runner.output.markup import Cell, Table, Tone, terminal_table
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
@@ -33,10 +36,7 @@ from runner.sweeps.report.wording import (
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import Spread, Verdict
-from runner.tracking.metric_names import VAL_LOSS
 from runner.tracking.result_table import change_since_training, memory_saving
-from runner.utils.formatting import format_number, format_percent
-from runner.utils.markup import Cell, Table, Tone, terminal_table
 
 MAX_REASON_CHARACTERS = 120
 """Characters of an error in the cell of a group's status."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from runner.core.base.formatting import format_duration, format_number, format_percent, grouped
 from runner.sweeps.report.settings_grid import best_group, settings_sentence
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
@@ -30,7 +31,6 @@ from runner.sweeps.verdict.compare import BASELINE, MIN_GAIN_SEEDS, Comparison, 
 from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Verdict
 from runner.tracking.result_table import shared_settings
 from runner.training.callbacks.runner_callbacks import MIN_TIMED_MS
-from runner.utils.formatting import format_duration, format_number, format_percent, grouped
 
 NO_BASELINE_REASON = f"no {BASELINE} job to compare with; add precision={BASELINE}"
 MAX_WORTHWHILE_MEMORY_SHARE = 0.95

@@ -15,19 +15,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.annotations import dataclass_fields_from_json
-from runner.modes.result import RunResult, Status
+from runner.core.base.files import read_text, write_json
+from runner.core.base.formatting import shorten_override
+from runner.core.base.layout import CONFIG, ENVIRONMENT, RESULT, ROUTERS
+from runner.core.base.secrets import redact
+from runner.core.base.terminal import quote_command
+from runner.core.config.annotations import dataclass_fields_from_json
+from runner.core.run.result import RunResult, Status
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking import history
 from runner.tracking.result_table import read_results
-from runner.utils.files import read_text, write_json
-from runner.utils.formatting import shorten_override
-from runner.utils.layout import CONFIG, ENVIRONMENT, RESULT, ROUTERS
-from runner.utils.secrets import redact
-from runner.utils.terminal import quote_command
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun

@@ -1,6 +1,6 @@
 """Write the report of a sweep: report.md, .html, .png, .csv, .json and the note for MLflow.
 
-The parts of a page are blocks of runner.utils.markup; its tables come from columns.py, its
+The parts of a page are blocks of runner.output.markup; its tables come from columns.py, its
 sentences from conclusion.py or, for mode=advise, from advice_page.py.
 """
 
@@ -13,7 +13,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.config.resolve import omitted_key_messages
-from runner.modes.result import RunResult
+from runner.core.base.files import prepare_output, write_text
+from runner.core.base.formatting import format_number, format_percent, grouped
+from runner.core.base.secrets import redact_values
+from runner.core.run.result import RunResult
+from runner.output.markup import (
+    Block,
+    Cell,
+    Charts,
+    Commands,
+    Heading,
+    Items,
+    Table,
+    Text,
+    markdown,
+    markdown_text,
+    notebook_frame,
+    to_html,
+    to_markdown,
+)
+from runner.output.plots import svg_element
+from runner.sweeps.other_programs import BUSY_SHARE
 from runner.sweeps.report.advice_page import advice_blocks
 from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
@@ -31,26 +51,6 @@ from runner.sweeps.verdict.compare import (
 )
 from runner.sweeps.verdict.statistics import ERROR_RATE
 from runner.tracking.result_table import setting_values, table_columns, table_rows
-from runner.utils.files import prepare_output, write_text
-from runner.utils.formatting import format_number, format_percent, grouped
-from runner.utils.markup import (
-    Block,
-    Cell,
-    Charts,
-    Commands,
-    Heading,
-    Items,
-    Table,
-    Text,
-    markdown,
-    markdown_text,
-    notebook_frame,
-    to_html,
-    to_markdown,
-)
-from runner.utils.other_programs import BUSY_SHARE
-from runner.utils.plots import svg_element
-from runner.utils.secrets import redact_values
 
 NOTED_CAVEATS = (CaveatKind.FAILED, CaveatKind.UNTRAINED, CaveatKind.BUSY)
 """Caveats in the note of MLflow's parent run."""

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import os_error_reason
+from runner.core.base.secrets import redact
+from runner.core.base.terminal import sanitize
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
 from runner.sweeps.report.pages import summary_markdown, write_report
@@ -24,10 +28,6 @@ from runner.tracking.locate import newest_sweeps
 from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
-from runner.utils.errors import ConfigError
-from runner.utils.files import os_error_reason
-from runner.utils.secrets import redact
-from runner.utils.terminal import sanitize
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun

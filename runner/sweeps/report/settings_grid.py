@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.core.base.formatting import grouped
+from runner.output.markup import Block, Cell, Heading, Items, Table, Text
 from runner.sweeps.report.wording import (
     format_mean_sd,
     join_names,
@@ -24,8 +26,6 @@ from runner.sweeps.verdict.compare import (
 )
 from runner.sweeps.verdict.statistics import Tolerance, Verdict, quality_tests
 from runner.tracking.result_table import shared_settings
-from runner.utils.formatting import grouped
-from runner.utils.markup import Block, Cell, Heading, Items, Table, Text
 
 MAX_SUMMARIES = 3
 """Precisions in the conclusion; the report's list has all."""

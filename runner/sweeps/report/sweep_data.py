@@ -13,9 +13,16 @@ from typing import Any
 
 import yaml
 
-from runner.config.invocation import given_keys
-from runner.config.schema import leaves
-from runner.modes.result import UNTRIED, RunResult
+from runner.core.base.errors import ConfigError
+from runner.core.base.files import MAX_CONFIG_BYTES, check_values
+from runner.core.base.formatting import format_percent, override_key
+from runner.core.base.layout import GIT_KEYS
+from runner.core.base.secrets import redact
+from runner.core.base.terminal import quote_command
+from runner.core.config.invocation import given_keys
+from runner.core.config.schema import leaves
+from runner.core.run.result import UNTRIED, RunResult
+from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.advice_page import advice_answer
 from runner.sweeps.report.conclusion import (
     DeviceAnswer,
@@ -53,13 +60,6 @@ from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.statistics import Difference, Tolerance, Verdict
 from runner.tracking.history import Curve
 from runner.tracking.result_table import shared_settings
-from runner.utils.errors import ConfigError
-from runner.utils.files import MAX_CONFIG_BYTES, check_values
-from runner.utils.formatting import format_percent, override_key
-from runner.utils.layout import GIT_KEYS
-from runner.utils.other_programs import busy_sentence
-from runner.utils.secrets import redact
-from runner.utils.terminal import quote_command
 
 MIN_LEARNING_STEPS = 20
 """Recorded losses of a job from which on they say whether it has learned."""

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from runner.modes.result import RunResult
+from runner.core.base.formatting import first_names, format_number, grouped
+from runner.core.record.metric_names import VAL_LOSS
+from runner.core.run.result import RunResult
+from runner.output.markup import Tone
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import PrecisionVerdict
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
-from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.formatting import first_names, format_number, grouped
-from runner.utils.markup import Tone
 
 VERDICT_WORDS = {
     Verdict.BETTER: "better",

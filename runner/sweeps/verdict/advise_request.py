@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.config.annotations import dataclass_fields_from_json
+from runner.core.base.files import read_json, write_json
+from runner.core.base.layout import ADVICE
+from runner.core.config.annotations import dataclass_fields_from_json
+from runner.core.record.metric_names import VAL_LOSS
 from runner.sweeps.verdict.compare import BASELINE
 from runner.sweeps.verdict.statistics import Tolerance
-from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.files import read_json, write_json
-from runner.utils.layout import ADVICE
 
 TIMEOUT_TIME_RATIO = 4
 """Time limit of a trial over the time that the baseline takes."""

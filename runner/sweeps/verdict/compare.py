@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Literal
 
-from runner.modes.result import RunResult
+from runner.core.base.formatting import grouped
+from runner.core.record.metric_names import VAL_LOSS
+from runner.core.run.result import RunResult
+from runner.sweeps.other_programs import BUSY_SHARE
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
     Difference,
@@ -22,10 +25,7 @@ from runner.sweeps.verdict.statistics import (
     Verdict,
     quality_tests,
 )
-from runner.tracking.metric_names import VAL_LOSS
 from runner.tracking.result_table import change_since_training, shared_settings
-from runner.utils.formatting import grouped
-from runner.utils.other_programs import BUSY_SHARE
 
 BASELINE = "32-true"
 """The precision that every other one is compared with."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from runner.core.base.files import write_json
+from runner.core.base.formatting import format_number, format_percent
+from runner.core.base.layout import VERDICT
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, MeanDifference, Verdict
-from runner.utils.files import write_json
-from runner.utils.formatting import format_number, format_percent
-from runner.utils.layout import VERDICT
 
 Decision = Literal["accepted", "rejected", "undecided"]
 SIMULATED_SEQUENCES = 100_000

@@ -34,7 +34,7 @@ def log_model(
         uri: of the tracking store and registry.
         run_id: of the run that trained it.
         folder: holds model.pt2, and nothing else.
-        facts: see runner.checkpoint.export.ExportedModel; "step" is the step of the weights.
+        facts: see runner.training.formats.export.ExportedModel; "step" is the step of the weights.
         name: of the logged model; `runs:/<run_id>/<name>` finds it.
         registered_name: of a registered model that gets a version; None for none.
 

@@ -28,15 +28,15 @@ from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils import validation
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
+from runner.core.base.files import open_output
+from runner.core.base.formatting import grouped
+from runner.core.base.secrets import redact
+from runner.core.record.metric_names import numbered
 from runner.tracking import dashboard
-from runner.tracking.metric_names import numbered
 from runner.tracking.upload_state import RefusedError, UnreachableError
 from runner.tracking.uri import active_experiment, check_artifact_place, is_database, sqlite_path
 from runner.tracking.writer.logged_model import log_model
 from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
-from runner.utils.files import open_output
-from runner.utils.formatting import grouped
-from runner.utils.secrets import redact
 
 MetricPoint = tuple[str, float, int, int]
 """(name, value, Unix time in milliseconds, step)."""

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from runner.core.base.files import link_out_of
+from runner.core.base.layout import HISTORY
+from runner.core.base.secrets import redact
+from runner.core.record import journal as journals
 from runner.tracking import history
-from runner.tracking import journal as journals
 from runner.tracking.dashboard import SweepView
 from runner.tracking.pending import journal_store
 from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
 from runner.tracking.writer.store import MAX_POINTS, MetricPoint, Store, StoreCache
 from runner.tracking.writer.system_metrics import SystemMetrics
-from runner.utils.files import link_out_of
-from runner.utils.layout import HISTORY
-from runner.utils.secrets import redact
 
 PARTIAL_BATCH_SECONDS = 1.0
 """Seconds that points wait for a full batch before they are sent in a smaller one."""

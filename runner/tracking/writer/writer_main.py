@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.core.base.stop_signals import ignore_signals
+from runner.core.record.journal import has_end
 from runner.tracking import pending
-from runner.tracking.journal import has_end
 from runner.tracking.upload_state import RefusedError, UnreachableError, short_cause
-from runner.utils.stop_signals import ignore_signals
 
 IDLE_POLL_SECONDS = 0.25
 """Seconds between looks at the journals when there was nothing to send."""

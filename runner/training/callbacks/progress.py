@@ -10,12 +10,12 @@ import rich.progress
 from rich.console import Console as RichConsole
 from rich.table import Column
 
-from runner.tracking.tracker import Console
-from runner.training.callbacks.callback import RunCallback, RunHandle
-from runner.training.records import EvalRecord, StepRecord, Steps
-from runner.utils.console import JobConsole
-from runner.utils.formatting import format_duration, format_number
-from runner.utils.notebook_log import NotebookLog
+from runner.core.base.formatting import format_duration, format_number
+from runner.core.loop.callback import RunCallback, RunHandle
+from runner.core.loop.records import EvalRecord, StepRecord, Steps
+from runner.core.record.tracker import Console
+from runner.output.console import JobConsole
+from runner.output.notebook_log import NotebookLog
 
 # Characters of a number of four digits with its exponent, as in -1.234e-05; of a count.
 _WIDTH = 10

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from torch.profiler import profile
 
-from runner.tracking.tracker import MetricRecord, Tracker
-from runner.training.callbacks.callback import RunCallback, RunHandle
-from runner.training.records import EvalRecord, StepRecord, Steps, legal_names, tracker_values
-from runner.training.state import TrainState
-from runner.utils.accelerator import Accelerator
-from runner.utils.tensors import MIB, tensor_bytes
+from runner.core.base.accelerator import Accelerator
+from runner.core.base.tensors import MIB, tensor_bytes
+from runner.core.loop.callback import RunCallback, RunHandle
+from runner.core.loop.records import EvalRecord, StepRecord, Steps, legal_names, tracker_values
+from runner.core.loop.state import TrainState
+from runner.core.record.tracker import MetricRecord, Tracker
 
 
 class MetricLogger(RunCallback):

@@ -12,21 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.config.annotations import typed_value
-from runner.config.instantiation import locate
-from runner.config.targets import build_group
-from runner.tracking.tracker import RunOutput
-from runner.training.callbacks.callback import (
-    RESERVED_PREFIXES,
-    RunCallback,
-    RunHandle,
-    TrainingEnd,
-)
-from runner.training.records import EvalRecord, StepRecord
-from runner.training.state import TrainState
-from runner.utils.errors import ConfigError, HookError, refuse
-from runner.utils.reproducibility import rng_state, set_rng_state
-from runner.utils.stop_signals import Stopped
+from runner.core.base.errors import ConfigError, HookError, refuse
+from runner.core.base.random_state import rng_state, set_rng_state
+from runner.core.base.stop_signals import Stopped
+from runner.core.config.annotations import typed_value
+from runner.core.config.instantiation import locate
+from runner.core.config.targets import build_group
+from runner.core.loop.callback import RESERVED_PREFIXES, RunCallback, RunHandle, TrainingEnd
+from runner.core.loop.records import EvalRecord, StepRecord
+from runner.core.loop.state import TrainState
+from runner.core.record.tracker import RunOutput
 
 HOOKS = ("on_steps", "on_evaluation", "on_end")
 """Methods of a user's RunCallback that the run calls."""

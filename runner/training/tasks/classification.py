@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.training.tasks.task import (
+from runner.core.base.errors import ConfigError
+from runner.core.loop.task import (
     IGNORED,
     class_metrics,
     class_totals,
@@ -18,7 +19,6 @@ from runner.training.tasks.task import (
     wide,
 )
 from runner.training.tasks.tensor_task import TensorTask
-from runner.utils.errors import ConfigError
 
 
 class Classification(TensorTask):

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.core.base.errors import ConfigError
+from runner.core.loop.task import Task, labels_out_of_range, mean, stack
 from runner.data.detection import DetectionLayout
-from runner.training.tasks.task import Task, labels_out_of_range, mean, stack
-from runner.utils.errors import ConfigError
 
 
 class Detection(Task):

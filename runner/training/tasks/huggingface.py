@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from runner.core.base.errors import ConfigError
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
 from runner.training.tasks.tensor_task import TensorTask
-from runner.utils.errors import ConfigError
 
 TASKS: Mapping[str, type[TensorTask]] = {
     "causal_lm": CausalLM,

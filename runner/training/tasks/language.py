@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import (
+from runner.core.loop.task import (
     IGNORED,
     class_metrics,
     class_totals,

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.training.tasks.task import Task, counted_positions, mean, stack
+from runner.core.base.errors import ConfigError
+from runner.core.loop.task import Task, counted_positions, mean, stack
 from runner.training.tasks.tensor_task import part_of, scalar_losses
-from runner.utils.errors import ConfigError
 
 
 class ModelLoss(Task):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.core.loop.task import mean, stack, wide
 from runner.precision.casting import cast_tensor
-from runner.training.tasks.task import mean, stack, wide
 from runner.training.tasks.tensor_task import TensorTask
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.training.tasks.task import IGNORED, class_metrics, class_totals, counted_positions, mean
+from runner.core.base.errors import ConfigError
+from runner.core.loop.task import IGNORED, class_metrics, class_totals, counted_positions, mean
 from runner.training.tasks.tensor_task import TensorTask
-from runner.utils.errors import ConfigError
 
 
 class Segmentation(TensorTask):

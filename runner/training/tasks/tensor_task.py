@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from runner.training.tasks.task import IGNORED, Task, count_labels, labels_out_of_range, mean
-from runner.utils.errors import ConfigError
-from runner.utils.tensors import widest_float
+from runner.core.base.errors import ConfigError
+from runner.core.base.tensors import widest_float
+from runner.core.loop.task import IGNORED, Task, count_labels, labels_out_of_range, mean
 
 _PACKAGE = "runner.training.tasks."
 

@@ -8,8 +8,10 @@ import torch
 from compared_models import extended
 
 from bench.memory_plan import measure_peak as measured
-from runner.config.schema import MAX_FORECAST_BATCH_SIZE
-from runner.config.targets import build_group
+from runner.core.base.tensors import stored_bytes
+from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE
+from runner.core.config.targets import build_group
+from runner.core.run.context import TrainingSetup
 from runner.diagnostics.memory import forecast as forecasts
 from runner.diagnostics.memory.forecast import (
     build_rehearsal,
@@ -18,12 +20,10 @@ from runner.diagnostics.memory.forecast import (
     largest_fitting_batch,
     peak_forecast,
 )
-from runner.modes.context import TrainingSetup
 from runner.precision.layers.experts import Experts
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model import build_model
 from runner.training.setup import build_state
-from runner.utils.tensors import stored_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -38,7 +38,7 @@ def test_the_tensors_of_the_failed_frames_are_freed_after_somebody_read_their_va
     assert references[0]() is None
 
 
-BACKWARD = "runner.training.step.backpropagate"
+BACKWARD = "runner.core.loop.step.backpropagate"
 
 
 @pytest.fixture

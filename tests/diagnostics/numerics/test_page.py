@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.collections import PolyCollection
 
+from runner.core.base.formatting import format_share
 from runner.diagnostics.numerics.numerics_page import (
     MAX_MAP_ROWS,
     MAX_MAP_STEPS,
@@ -22,7 +23,6 @@ from runner.diagnostics.numerics.results import (
     TensorStats,
 )
 from runner.precision.emulation.formats import FORMATS
-from runner.utils.formatting import format_share
 
 SPOT = {("m2", 5): 0.25}
 

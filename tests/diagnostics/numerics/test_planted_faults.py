@@ -9,6 +9,7 @@ from states import CPU, make_state, measure_step
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.policy.loss_scale import DynamicLossScale
 from runner.diagnostics.numerics.measure import (
     MAX_SAMPLE_ELEMENTS,
     SampledTensor,
@@ -23,7 +24,6 @@ from runner.diagnostics.numerics.numerics_page import (
 )
 from runner.diagnostics.numerics.results import Numerics, loss_scales, suitable_range
 from runner.precision.emulation.formats import FLOAT16, round_to_format
-from runner.precision.loss_scale import DynamicLossScale
 from runner.training.tasks.language import Language
 
 

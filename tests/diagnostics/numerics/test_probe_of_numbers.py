@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from runner.core.loop.step import train_step
+from runner.core.policy.loss_scale import DynamicLossScale
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import KINDS
-from runner.precision.loss_scale import DynamicLossScale
-from runner.training.step import train_step
 
 
 def state_of(model, name="32-true", lr=0.1, scale=None, kind=torch.optim.SGD):

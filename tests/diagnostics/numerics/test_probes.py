@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from runner.config.schema import RunSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec
+from runner.core.loop.strategy import Single
 from runner.diagnostics.numerics import read
 from runner.diagnostics.room import ROOM, NumericsSpec
-from runner.distributed.ddp import DDP
-from runner.distributed.fsdp import FSDP
-from runner.distributed.strategy import Single
-from runner.utils.errors import ConfigError
+from runner.training.strategies.ddp import DDP
+from runner.training.strategies.fsdp import FSDP
 
 pytestmark = pytest.mark.slow
 

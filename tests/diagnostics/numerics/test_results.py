@@ -3,12 +3,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.layout import NUMERICS
 from runner.diagnostics.numerics import Numerics, loss_scales, read
 from runner.diagnostics.numerics.numerics_page import loss_scale_sentence, numerics_summary
 from runner.diagnostics.numerics.results import NumericsSnapshot, QuantizationLoss, TensorStats
 from runner.precision.emulation.formats import FORMATS
-from runner.utils.errors import ConfigError
-from runner.utils.layout import NUMERICS
 
 
 def lost(

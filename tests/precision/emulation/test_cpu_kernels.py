@@ -14,6 +14,7 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from runner.core.base.errors import ConfigError
 from runner.precision.emulation import cpu_kernels
 from runner.precision.emulation.cpu_kernels import (
     KERNELS,
@@ -22,7 +23,6 @@ from runner.precision.emulation.cpu_kernels import (
     float32_accumulate,
     is_float32_accumulation_faster,
 )
-from runner.utils.errors import ConfigError
 
 HALF = torch.float16
 # Native convolution gradients round partial sums too: up to 1.2e-3 of the output's scale.

@@ -9,8 +9,8 @@ from autocast_calls import CALLS, GPU_ONLY, HALF, dtypes_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from runner.core.base.tensors import TORCH_VERSION
 from runner.precision.emulation.cuda_autocast import cuda_casts, listed_operators
-from runner.utils.tensors import TORCH_VERSION
 
 
 def test_every_operator_of_cudas_list_gives_the_dtypes_of_fake_cuda_tensors() -> None:

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from runner.config.schema import RunSpec, TrainSpec
+from runner.core.base.errors import ConfigError
+from runner.core.config.schema import RunSpec, TrainSpec
+from runner.core.loop.step import train_step
 from runner.training.compile import prepare_model
-from runner.training.step import train_step
-from runner.utils.errors import ConfigError
 
 HERE = precisions_on_cpu()
 REPEATABLE = [name for name in HERE if name not in DELAYED_SCALING]

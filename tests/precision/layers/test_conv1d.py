@@ -10,15 +10,15 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from runner.checkpoint import checkpoint_file
-from runner.checkpoint.checkpoint_file import LoadedCheckpoint
-from runner.config.schema import RunSpec
+from runner.core.config.schema import RunSpec
+from runner.core.loop.state import TrainState
+from runner.core.loop.step import loss_of, train_step
+from runner.core.record import checkpoint_file
+from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.training.adapters import Lora
 from runner.training.model import build_model, restore_model
 from runner.training.setup import build_scheduled_optimizers
-from runner.training.state import TrainState
 from runner.training.state_dict import checkpoint_state_dict, restore, state_dict
-from runner.training.step import loss_of, train_step
 from runner.training.tasks.language import Language
 
 FP8 = (

@@ -13,10 +13,10 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.data import TensorDataset
 
 import runner
+from runner.core.base.errors import ConfigError
 from runner.precision.layers.derived_weight import current_weight, set_weight
 from runner.training.adapters import Lora
 from runner.training.pretrained_folder import plain_weights
-from runner.utils.errors import ConfigError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 

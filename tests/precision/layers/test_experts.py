@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from runner.core.base.errors import ConfigError
+from runner.core.base.random_state import plain_attributes
 from runner.diagnostics.numerics.measure import is_measurable
 from runner.precision.forward_watch import ForwardWatch, converted_layers
 from runner.precision.layers.experts import KERNEL_ROWS, convert_experts, possible_stacks
 from runner.precision.layers.quantized_linear import unpack_state_dict
-from runner.utils.errors import ConfigError
-from runner.utils.reproducibility import plain_attributes
 
 pytest.importorskip("runner.precision.layers.bnb_linear")
 pytestmark = pytest.mark.usefixtures("imitated_library")

@@ -27,8 +27,8 @@ from precision_models import CPU, count_calls, relative_error, reloaded, run_for
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.base.errors import ConfigError
 from runner.precision.conversion import is_converted
-from runner.utils.errors import ConfigError
 
 pytest.importorskip("runner.precision.layers.bnb_linear")
 pytestmark = pytest.mark.usefixtures("imitated_library")

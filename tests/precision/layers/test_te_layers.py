@@ -12,9 +12,9 @@ from precision_models import ResidualBlock, skip_reasons
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.base.errors import ConfigError
 from runner.precision.conversion import ConversionRules
 from runner.precision.layers.te_layers import convert_layers, find_pairs, te_obstacle
-from runner.utils.errors import ConfigError
 
 MULTIPLE = 16
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from runner.modes.result import RunResult
+from runner.core.base.errors import ConfigError
+from runner.core.run.result import RunResult
 from runner.sweeps.advisor.schedule import run_gate_rounds
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import rank_precisions
-from runner.utils.errors import ConfigError
 
 SETTINGS = AdviseRequest("time", 1.0, 10, 100, 3, "5m", ["python"], mode="gate", max_gap=0.1)
 

@@ -13,8 +13,8 @@ from statistics import fmean, stdev
 import pytest
 from rich.console import Console
 
-from runner.modes.run import run
-from runner.utils.errors import Diverged
+from runner.core.base.errors import Diverged
+from runner.core.run.run import run_spec
 
 # 16-true warns that the cases' eps is small for their learning rate; it is large enough here.
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.eps")
@@ -46,7 +46,9 @@ def losses(compose, tmp_path_factory):
 
     def loss(spec):
         try:
-            result = run(spec, tmp_path_factory.mktemp("run"), console=Console(file=io.StringIO()))
+            result = run_spec(
+                spec, tmp_path_factory.mktemp("run"), console=Console(file=io.StringIO())
+            )
         except Diverged:
             return math.inf
         return result.metrics["val/loss"]

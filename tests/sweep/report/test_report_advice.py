@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from job_results import CPU, finished
 
-from runner.modes.result import RunResult
+from runner.core.record.metric_names import VAL_LOSS
+from runner.core.run.result import RunResult
+from runner.output.markup import to_markdown
 from runner.sweeps.report.advice_page import advice_answer, advice_blocks
 from runner.sweeps.report.charts import chart_figures
 from runner.sweeps.report.columns import advice_table
@@ -18,8 +20,6 @@ from runner.sweeps.verdict.answer import Answer
 from runner.sweeps.verdict.gate import gate_verdict
 from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.statistics import Ratio
-from runner.tracking.metric_names import VAL_LOSS
-from runner.utils.markup import to_markdown
 
 ASKED = AdviseRequest("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner", "model=mlp"])
 NOISE = (0.0, 0.01, -0.01, 0.02, -0.02)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from job_results import finished
 
-from runner.modes.result import RunResult
+from runner.core.run.result import RunResult
+from runner.output.plots import plain_label, svg_element
 from runner.sweeps.report.charts import (
     ENVELOPE_BUCKETS,
     MEAN_BUCKETS,
@@ -21,7 +22,6 @@ from runner.sweeps.report.charts import (
 )
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
-from runner.utils.plots import plain_label, svg_element
 
 
 def curve(values, steps=None):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from job_results import finished, lost
 
-from runner.modes.result import RunResult
+from runner.core.run.result import RunResult
+from runner.output.console import plain_console
 from runner.sweeps.report.columns import COLUMNS, sweep_table
-from runner.utils.console import plain_console
 
 SCALED = finished("16-mixed", 0, 0.91, best=0.93, loss_scale=32768.0)
 PLAIN = replace(SCALED, loss_scale=None)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from job_results import GPU, finished
 
-from runner.modes.result import RunResult
+from runner.core.base.errors import ConfigError, TrackingError
+from runner.core.base.layout import HISTORY
+from runner.core.record.tracker import RunInfo
+from runner.core.run.result import RunResult
 from runner.sweeps.report import load
 from runner.sweeps.report.load import (
     load_from_folder,
@@ -25,9 +28,6 @@ from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.reader import Reader, StoredRun
-from runner.tracking.tracker import RunInfo
-from runner.utils.errors import ConfigError, TrackingError
-from runner.utils.layout import HISTORY
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

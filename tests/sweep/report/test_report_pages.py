@@ -8,10 +8,7 @@ import pytest
 from job_results import CPU, finished
 from job_results import lost as lost_result
 
-from runner.sweeps.report.pages import summary_markdown, swept_keys, write_report
-from runner.sweeps.report.sweep_data import Job, SweepData
-from runner.sweeps.verdict.answer import Reason
-from runner.utils.markup import (
+from runner.output.markup import (
     Cell,
     Commands,
     Items,
@@ -22,6 +19,9 @@ from runner.utils.markup import (
     markdown_text,
     to_html,
 )
+from runner.sweeps.report.pages import summary_markdown, swept_keys, write_report
+from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.verdict.answer import Reason
 
 HOSTILE = (
     "<script>alert(1)</script> | `x` <img src=x onerror=y> [a](javascript:1) ![b](http://h/p.png)"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from job_results import CPU, finished
 
-from runner.modes.result import RunResult
+from runner.core.base.errors import ConfigError
+from runner.core.run.result import RunResult
 from runner.sweeps.report.charts import group_styles
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.pages import write_report
@@ -15,7 +16,6 @@ from runner.sweeps.report.rebuild import LoadedSweep, join_sweeps
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.statistics import Verdict
-from runner.utils.errors import ConfigError
 
 SETTINGS = JobSettings(
     {"model.hidden": "[16]", "optimizer.lr": "0.1", "tracking.uri": "x"},

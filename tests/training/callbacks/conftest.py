@@ -1,6 +1,6 @@
 import pytest
 
-from runner.training.records import EvalRecord, StepRecord
+from runner.core.loop.records import EvalRecord, StepRecord
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 
+from runner.core.loop.records import EvalRecord
 from runner.training.callbacks.runner_callbacks import Checkpointing
-from runner.training.records import EvalRecord
 
 
 def evaluation(step, quality):

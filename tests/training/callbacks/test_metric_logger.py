@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 
+from runner.core.base.accelerator import Accelerator
+from runner.core.loop.callback import dispatch
+from runner.core.record.tracker import NoTracker
 from runner.precision import registry
-from runner.tracking.tracker import NoTracker
-from runner.training.callbacks.callback import dispatch
 from runner.training.callbacks.runner_callbacks import MetricLogger
-from runner.utils.accelerator import Accelerator
 
 
 class Notebook(NoTracker):

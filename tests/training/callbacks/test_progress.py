@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
+from runner.output.console import JobConsole, plain_console
 from runner.training.callbacks.progress import ProgressBar, ProgressLines, progress
-from runner.utils.console import JobConsole, plain_console
 
 
 def console(terminal, width=100):

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from runner.checkpoint import checkpoint_file
+from runner.core.loop.records import EvalRecord, StepRecord
+from runner.core.record import checkpoint_file
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.tracking import locate
@@ -18,7 +19,6 @@ from runner.training.callbacks.runner_callbacks import (
     RunSummary,
 )
 from runner.training.callbacks.user_callbacks import UserCallbacks
-from runner.training.records import EvalRecord, StepRecord
 
 RUN = (
     *("model=mlp", "model.hidden=[8]", "data=digits", "train.batch_size=16", "tracking=none"),

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 from states import CPU
 from torch import nn
 
-from runner.tracking.tracker import NoTracker, RunOutput
-from runner.training.callbacks.callback import RunCallback
+from runner.core.loop.callback import RunCallback
+from runner.core.record.tracker import NoTracker, RunOutput
+from runner.output.console import plain_console
 from runner.training.callbacks.user_callbacks import UserCallbacks
-from runner.utils.console import plain_console
 
 
 class Watched(nn.Identity):

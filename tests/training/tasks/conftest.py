@@ -1,8 +1,8 @@
 import pytest
 
-from runner.config.targets import check_targets
+from runner.core.base.errors import ConfigError
+from runner.core.config.targets import check_targets
 from runner.data.task_target import build_task, task_problems
-from runner.utils.errors import ConfigError
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from runner.core.base.errors import ConfigError, ModelError
+from runner.core.loop.task import Task
 from runner.data.task_target import build_task, task_problems
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM, Language, TokenClassification
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.regression import Regression
 from runner.training.tasks.segmentation import Segmentation
-from runner.training.tasks.task import Task
-from runner.utils.errors import ConfigError, ModelError
 
 pytest.importorskip("torchmetrics")
 CPU = torch.device("cpu")

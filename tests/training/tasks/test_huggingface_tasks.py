@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from runner.data.batch_layout import KeywordInputs
-from runner.training.step import train_step
+from runner.core.base.errors import ConfigError
+from runner.core.loop.batches import KeywordInputs
+from runner.core.loop.step import train_step
 from runner.training.tasks.huggingface import TASKS, task_for
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.segmentation import Segmentation
-from runner.utils.errors import ConfigError
 
 LOGITS = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[1, 2, 3, -100, -100], [4, 5, 6, 0, 1]])

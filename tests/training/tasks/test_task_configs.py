@@ -6,8 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.training.tasks import task
-from runner.training.tasks.task import Task
+from runner.core.loop import task
+from runner.core.loop.task import Task
 
 FILES = sorted((Path(__file__).parents[3] / "conf" / "task").glob("*.yaml"))
 

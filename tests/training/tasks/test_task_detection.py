@@ -5,10 +5,10 @@ import torch
 from states import CPU
 from torch import nn
 
-from runner.training.loop import evaluation_mode
+from runner.core.base.errors import ConfigError
+from runner.core.loop.loop import evaluation_mode
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.regression import Regression
-from runner.utils.errors import ConfigError
 
 LOSSES = {"boxes": torch.tensor(2.0), "classes": torch.tensor([0.5])}
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from runner.core.base.errors import ConfigError
 from runner.training.tasks.classification import Binary, Classification
 from runner.training.tasks.language import Language
 from runner.training.tasks.regression import Regression
-from runner.utils.errors import ConfigError
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
 TARGET = torch.tensor([0, 1, 2, 1])

@@ -10,13 +10,13 @@ from states import CPU, make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
 
+from runner.core.base.errors import ConfigError
+from runner.core.loop.loop import evaluation_mode
+from runner.core.loop.step import train_step
 from runner.data.task_target import build_task
-from runner.training.loop import evaluation_mode
-from runner.training.step import train_step
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM
 from runner.training.tasks.segmentation import Segmentation
-from runner.utils.errors import ConfigError
 
 CLASS_WEIGHTS = {"_target_": "torch.nn.CrossEntropyLoss", "weight": [1.0, 5.0, 0.5]}
 WEIGHTED = {**CLASS_WEIGHTS, "label_smoothing": 0.1}

@@ -1,1 +1,0 @@
-"""Write, find and read checkpoints, and export models."""

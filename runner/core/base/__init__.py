@@ -1,0 +1,1 @@
+"""Serve the core: errors, files, text, signals, devices, random numbers, processes."""

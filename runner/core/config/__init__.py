@@ -1,0 +1,1 @@
+"""The run spec, its checks, and the objects that its nodes name."""

@@ -1,0 +1,177 @@
+"""Describe the command that a run's spec was composed from, and derive the run's labels from it.
+
+A Python program may give objects to a run in place of config nodes. They are held here by their
+roles: the targets in runner/api/objects.py take them, and a command that is shown names them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from runner.core.base.formatting import override_key, shorten_override
+from runner.core.base.terminal import quote_command
+from runner.core.config.schema import RunSpec
+
+KEYS = {
+    "model": "model",
+    "data": "data",
+    "optimizer": "optimizer",
+    "loss": "task.loss",
+    "collate": "data.collate",
+    "callbacks": "callbacks",
+}
+"""The key of the config that each role stands for."""
+
+
+@dataclass(frozen=True)
+class GivenObjects:
+    """The objects of a call.
+
+    Attributes:
+        by_role: the objects; a list of them for the role callbacks.
+        has_several_runs: the call runs several jobs, none of which may change what the next one
+            gets.
+    """
+
+    by_role: Mapping[str, Any]
+    has_several_runs: bool = False
+
+
+_NONE = GivenObjects(MappingProxyType({}))
+_given: ContextVar[GivenObjects] = ContextVar("given", default=_NONE)
+
+
+@contextmanager
+def given_objects(objects: Mapping[str, Any], has_several_runs: bool = False) -> Iterator[None]:
+    """Let runs within the context take these objects, by their roles."""
+    token = _given.set(GivenObjects(objects, has_several_runs))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def current_objects() -> GivenObjects:
+    """Return the objects of the innermost context."""
+    return _given.get()
+
+
+def given_keys() -> dict[str, str]:
+    """Return the keys that the objects of the innermost context stand for, by their roles."""
+    return {role: KEYS[role] for role in current_objects().by_role}
+
+
+def python_call(function: str, words: Sequence[str], given: Mapping[str, str]) -> str:
+    """Return a call of the Python API as text.
+
+    Args:
+        function: of the package runner.
+        words: overrides; those that stand for objects are left out, for they can be typed nowhere.
+        given: keys of the objects by their roles.
+    """
+    typed = [word for word in words if override_key(word) not in given.values()]
+    objects = "".join(f", {role}=..." for role in given)
+    return f"runner.{function}({typed!r}{objects})"
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command as one run sees it: options, overrides and, in a sweep, what differs between jobs.
+
+    Attributes:
+        choices: option chosen in each config group, for labels.
+        overrides: what the user typed (or a sweep set) for this run.
+        swept_overrides: those of `overrides` that differ between the jobs of the sweep.
+        sweep: id of the sweep, None for a single run.
+        config_dir: folder of the user's own configs.
+        omitted_keys: keys that the sweep sets and that this job's precision does not take.
+        caveat: sentence on how the job was changed to fit its precision.
+        composed_config: the composed config with its interpolations unresolved, so that values of
+            a checkpoint can still be merged into it; None where there is only the spec.
+        given: keys in place of whose values a Python program gave objects, by the objects' roles.
+        is_trusted: True if this user's commands composed all of the spec; False if a part comes
+            from a checkpoint that is not signed with this user's key.
+    """
+
+    choices: dict[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    swept_overrides: tuple[str, ...] = ()
+    sweep: str | None = None
+    config_dir: str | None = None
+    omitted_keys: tuple[str, ...] = ()
+    caveat: str = ""
+    composed_config: Mapping[str, Any] | None = field(default=None, repr=False)
+    given: Mapping[str, str] = field(default_factory=dict)
+    is_trusted: bool = True
+
+    def command_text(self, words: Sequence[str] | None = None) -> str:
+        """Return the command line, or the call of the Python API, that repeats this one run.
+
+        Args:
+            words: overrides of another run of this configuration; None takes this run's.
+        """
+        words = self.overrides if words is None else words
+        if not self.given:
+            return quote_command([*self._program, *words])
+        return python_call("run", words, self.given)
+
+    def resume_text(self, folder: object) -> str:
+        """Return the command line, or the call of the Python API, that resumes a run's folder."""
+        return self.command_text([f"checkpoint.resume={folder}"])
+
+    @property
+    def command(self) -> list[str]:
+        """Return the words of the command that repeats this one run."""
+        return [*self._program, *self.overrides]
+
+    @property
+    def _program(self) -> list[str]:
+        config_dir = ["--config-dir", self.config_dir] if self.config_dir else []
+        return ["python", "-m", "runner", *config_dir]
+
+    def option_name(self, group: str, node: Mapping[str, Any]) -> str:
+        """Return the chosen option of a config group, or the last part of its node's target."""
+        return self.choices.get(group) or str(node.get("_target_", "")).rpartition(".")[2]
+
+    def overrides_key(self, key: str) -> bool:
+        """Return whether an override sets this top-level key or a key under it."""
+        keys = map(override_key, self.overrides)
+        return any(each == key or each.startswith(f"{key}.") for each in keys)
+
+    def label(self, spec: RunSpec) -> str:
+        """Return a run's label.
+
+        In a sweep it is the precision and the other swept overrides, else the precision, the model
+        and the data.
+        """
+        return " ".join([self._precision_name(spec), *self._label_words(spec, "precision")])
+
+    def settings(self, spec: RunSpec) -> list[str]:
+        """Return the words of a run's label beside the precision and the seed."""
+        return self._label_words(spec, "precision", "seed")
+
+    def group_label(self, spec: RunSpec) -> str:
+        """Return the label without the seed, which runs that differ only in their seed share."""
+        return " ".join([self._precision_name(spec), *self.settings(spec)])
+
+    def _precision_name(self, spec: RunSpec) -> str:
+        return str(spec.precision.get("name", self.option_name("precision", spec.precision)))
+
+    def _label_words(self, spec: RunSpec, *unnamed_keys: str) -> list[str]:
+        if not self.sweep:
+            return [self.option_name("model", spec.model), self.option_name("data", spec.data)]
+        swept = (text for text in self.swept_overrides if override_key(text) not in unnamed_keys)
+        return [*map(shorten_override, swept)]
+
+
+def override_texts(overrides: Sequence[str]) -> list[str]:
+    """Return a list of overrides that Hydra has stored, as they were typed."""
+    # Reading one element would resolve the ${...} in its text, which may not be possible yet.
+    texts = OmegaConf.to_container(overrides)
+    assert isinstance(texts, list)
+    return [str(text) for text in texts]

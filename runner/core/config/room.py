@@ -1,0 +1,143 @@
+"""A room adds sections of the schema and modes to a run. `runner/rooms.py` lists the rooms.
+
+This module knows none of them: the command line and the Python API install that list once in a
+process, before they read a config.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.core.config.schema import RunSpec
+    from runner.core.loop.strategy import Strategy
+    from runner.core.record.checkpoint_file import LoadedCheckpoint
+    from runner.core.run.context import PlannedRun, RunContext, RunOutcome
+
+
+class Mode:
+    """What `mode=<name>` does with a spec.
+
+    A subclass sets what its mode needs, and imports what runs it when it is called: the command
+    line reads modes before torch is imported.
+
+    Attributes:
+        name: as it is typed.
+        trains: reads training data, changes weights, and can be resumed.
+        adapts: adds a new adapter to the model; other modes load a run's.
+        is_recorded: is a run of the store, with metrics and a result.
+        takes_processes: several processes may share it.
+        needs_data: reads the data sets; else the shapes of data.meta are enough.
+        reads_training_data: reads the training set, not only those that are evaluated.
+        chooses_jobs: is a sweep whose jobs are chosen as results come in.
+    """
+
+    name: str
+    trains: bool = False
+    adapts: bool = False
+    is_recorded: bool = False
+    takes_processes: bool = False
+    needs_data: bool = True
+    reads_training_data: bool = True
+    chooses_jobs: bool = False
+
+    def key_problems(self, spec: "RunSpec") -> Iterator[str]:
+        """Yield a message for each key of this mode that the spec, of any mode, uses wrongly."""
+        yield from ()
+
+    def plan(
+        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "PlannedRun":
+        """Return what to run, completed by what the spec names: a checkpoint, another run.
+
+        Args:
+            plan: this command's own run.
+            say: prints a line.
+            strategy: by which the processes of the run agree.
+
+        Raises:
+            ConfigError: the spec names what cannot be used.
+        """
+        return plan
+
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome | None":
+        """Run a spec.
+
+        Args:
+            context: the parts of the run.
+            saved: the checkpoint that the plan found.
+
+        Returns:
+            The outcome; None of a mode that is not recorded.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a room adds to a run.
+
+    Attributes:
+        sections: top-level keys of the schema, each with a dataclass of keys, or the type of a
+            single value that is null by default.
+        texts: meaning of each single value, for docs/commands.md.
+        modes: in the order in which they are listed.
+        problems: yields what cannot run of a spec, all at once.
+        parts: builds the object that a run has of a group of the spec, by the group; of the spec,
+            the strategy and the torch device.
+        check: raises ConfigError for what would fail later, once the strategy is known.
+    """
+
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    modes: Sequence[Mode] = ()
+    problems: Callable[["RunSpec"], Iterable[str]] = lambda spec: ()
+    parts: Mapping[str, Callable[["RunSpec", "Strategy", Any], Any]] = field(default_factory=dict)
+    check: Callable[["RunSpec", "Strategy"], None] = lambda spec, strategy: None
+
+
+_installed: list[Room] = []
+_UNKNOWN = Mode()
+
+
+def install(rooms: Sequence[Room]) -> None:
+    """Have this process know the rooms, in place of those that it knew."""
+    _installed[:] = rooms
+
+
+def modes() -> dict[str, Mode]:
+    """Return the modes of all rooms by their names."""
+    return {mode.name: mode for room in _installed for mode in room.modes}
+
+
+def mode_named(name: str) -> Mode:
+    """Return a mode; one that needs nothing for a name that no room has, which RunSpec.problems
+    reports."""
+    return modes().get(name, _UNKNOWN)
+
+
+def spec_problems(spec: "RunSpec") -> list[str]:
+    """Return every problem of a spec's values, those that rooms find included."""
+    return [*spec.problems(), *(text for room in _installed for text in room.problems(spec))]
+
+
+def build_part(group: str, spec: "RunSpec", strategy: "Strategy", device: Any) -> Any:
+    """Return the object that a run has of a group of its spec; see Room.parts."""
+    builder = next(room.parts[group] for room in _installed if group in room.parts)
+    return builder(spec, strategy, device)
+
+
+def check_spec(spec: "RunSpec", strategy: "Strategy") -> None:
+    """Raise ConfigError for what would fail later; see Room.check."""
+    for room in _installed:
+        room.check(spec, strategy)
+
+
+def sections() -> dict[str, Any]:
+    """Return what Room.sections has, of all rooms."""
+    return {key: kind for room in _installed for key, kind in room.sections.items()}
+
+
+def section_texts() -> dict[str, str]:
+    """Return what Room.texts has, of all rooms."""
+    return {key: text for room in _installed for key, text in room.texts.items()}

@@ -1,0 +1,1 @@
+"""Contracts of precisions: conversion, loss scale, gradients, sessions."""

@@ -1,0 +1,1 @@
+"""What a run leaves: checkpoints, its journal, and the contract of trackers."""

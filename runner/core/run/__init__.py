@@ -1,0 +1,1 @@
+"""One run from its spec to its result."""

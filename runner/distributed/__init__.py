@@ -1,1 +1,0 @@
-"""Share a run among processes: strategies, the process group, torchrun."""

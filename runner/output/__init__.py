@@ -1,0 +1,1 @@
+"""Consoles, pages and charts: what people read of a run."""

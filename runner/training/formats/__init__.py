@@ -1,0 +1,1 @@
+"""Read and write weights and models in the formats of other programs."""

@@ -1,0 +1,1 @@
+"""Share a model's training among processes."""

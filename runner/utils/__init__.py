@@ -1,1 +1,0 @@
-"""Serve all other packages: errors, files, text, terminal, signals, devices, random numbers."""
