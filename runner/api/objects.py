@@ -21,10 +21,10 @@ from hydra.core.config_store import ConfigStore
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from runner.config.given_objects import KEYS, current_objects
 from runner.core.base.errors import ConfigError, refuse
 from runner.core.base.formatting import override_key
 from runner.core.base.layout import BUILT_IN_CONFIGS
-from runner.core.config.invocation import KEYS, current_objects
 from runner.core.config.schema import RunSpec
 from runner.training.callbacks.user_callbacks import class_problems
 

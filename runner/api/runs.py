@@ -15,11 +15,12 @@ from torch.utils.data import Dataset
 from runner.api.composition import check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.api.results import RunResult
+from runner.config.given_objects import given_keys, given_objects
 from runner.core.base import torchrun
 from runner.core.base.errors import ConfigError
 from runner.core.base.layout import MANIFEST, RESULT
 from runner.core.base.stop_signals import Stopped
-from runner.core.config.invocation import Invocation, given_keys, given_objects
+from runner.core.config.invocation import Invocation
 from runner.core.config.schema import AUTO, RunSpec
 from runner.core.loop.callback import RunCallback
 from runner.core.policy.sessions import one_run

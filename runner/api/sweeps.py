@@ -12,12 +12,12 @@ from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.results import RunResult
 from runner.api.runs import Data, Loss, Model, check_new_folder
+from runner.config.given_objects import given_objects
 from runner.config.overrides import check_config_dir, rewrite_arguments
 from runner.config.resolve import register_schema
 from runner.core.base.errors import ConfigError, RunnerError
 from runner.core.base.formatting import quote_value
 from runner.core.base.stop_signals import Interrupted, SignalHandler, interrupt_status
-from runner.core.config.invocation import given_objects
 from runner.core.loop.callback import RunCallback
 from runner.output.lasting_output import lasting_output
 from runner.output.markup import notebook_frame

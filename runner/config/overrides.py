@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
 
 from runner.config.hydra_plugins import set_plugin_folders
 from runner.core.base import torchrun
@@ -328,3 +329,11 @@ def check_config_dir(folder: str | Path | None) -> Path | None:
         if torchrun.claim_message(warning):
             print(sanitize(warning), file=sys.stderr)
     return path
+
+
+def override_texts(overrides: Sequence[str]) -> list[str]:
+    """Return a list of overrides that Hydra has stored, as they were typed."""
+    # Reading one element would resolve the ${...} in its text, which may not be possible yet.
+    texts = OmegaConf.to_container(overrides)
+    assert isinstance(texts, list)
+    return [str(text) for text in texts]

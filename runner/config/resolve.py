@@ -24,9 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.hydra_plugins import REMOTE, register_plugins
 from runner.config.messages import explain, has_key, precisions_with_key, unknown_key
+from runner.config.overrides import override_texts
 from runner.core.base.errors import ConfigError, refuse
 from runner.core.base.layout import MANIFEST, RESULT
-from runner.core.config.invocation import override_texts
 from runner.core.config.room import sections
 from runner.core.config.schema import RunSpec, leaves
 

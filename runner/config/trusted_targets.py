@@ -29,7 +29,7 @@ from runner.core.base.files import (
     read_text,
 )
 from runner.core.base.layout import BUILT_IN_CONFIGS, CONFIG, SIGNATURE
-from runner.core.config.instantiation import text_targets
+from runner.core.config.instantiation import LEADING_COUNTS, metric_items
 from runner.core.config.schema import leaves
 from runner.core.config.signature import describe_key_location, is_signed
 from runner.core.config.targets import children, locate
@@ -200,3 +200,21 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         signed = read_json(folder / SIGNATURE)
     is_own = isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
     return SavedConfig(values, folder, key, is_own)
+
+
+def text_targets(group: str, node: Any) -> list[tuple[str, str]]:
+    """Return the dotted key and the value of the targets in a group's node that are given as text.
+
+    Args:
+        group: data or task; other groups have none.
+        node: of anything but a mapping there are none.
+    """
+    values: list[tuple[str, Any]] = []
+    if not isinstance(node, Mapping):
+        return []
+    if group == "data":
+        values = [(f"data.{key}", node.get(key)) for key in LEADING_COUNTS]
+    if group == "task":
+        values = [(f"task.{key}", node.get(key)) for key in ("loss", "after_evaluation")]
+        values += [(item.key, item.value) for item in metric_items(node.get("metrics"))]
+    return [(key, value) for key, value in values if isinstance(value, str)]

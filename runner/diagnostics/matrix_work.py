@@ -11,9 +11,9 @@ from torch import nn
 
 from runner.config.messages import CPU_CASTS
 from runner.core.base.formatting import first_names, format_percent
-from runner.core.base.tensors import dtype_name
+from runner.core.base.tensors import CPU_DEVICE, dtype_name
 from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import CPU_DEVICE, Precision
+from runner.core.policy.precision import Precision
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.precision.layers.experts import Experts

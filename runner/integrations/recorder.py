@@ -39,8 +39,8 @@ from runner.core.loop.callback import RunCallback, RunHandle
 from runner.core.loop.records import EvalRecord
 from runner.core.policy.conversion_report import ConversionReport
 from runner.core.record.journal import has_live_owner, latest_journal
+from runner.core.record.record_lines import Status as StoreStatus
 from runner.core.record.tracker import RunInfo, RunOutput, Tracker
-from runner.core.record.tracker import Status as StoreStatus
 from runner.core.run import run_metadata
 from runner.core.run.result import RunResult, Status
 from runner.diagnostics.dtype_trace import DtypeProbe

@@ -41,14 +41,7 @@ from runner.core.loop.state import TrainState
 from runner.core.policy.conversion_report import ConversionReport
 from runner.core.policy.precision import ConversionPlan
 from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import (
-    PlannedRun,
-    RunContext,
-    RunOutcome,
-    TrainingSetup,
-    build_result,
-    prepare_process,
-)
+from runner.core.run.context import PlannedRun, RunContext, RunOutcome, TrainingSetup
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
@@ -73,7 +66,7 @@ from runner.diagnostics.divergence.reference import (
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.diagnostics.divergence.tensor_error import log_probability_error
 from runner.diagnostics.room import DiffSpec
-from runner.modes.execution import build_execution, starting_model
+from runner.modes.execution import build_execution, build_result, prepare_process, starting_model
 from runner.modes.replay import checkpoint_before_step, states_before
 from runner.modes.saved_run import (
     PRESET_GROUPS,

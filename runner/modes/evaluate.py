@@ -21,12 +21,12 @@ from runner.core.loop.loop import evaluate_sets, evaluation_mode
 from runner.core.loop.state import TrainState
 from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import PlannedRun, RunContext, RunOutcome, build_result
+from runner.core.run.context import PlannedRun, RunContext, RunOutcome
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.execution import build_proven_model
+from runner.modes.execution import build_proven_model, build_result
 from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import describe_computation, make_evaluation_hook, save_dtypes

@@ -17,14 +17,16 @@ from torch import nn
 
 from runner.core.base.errors import RunnerError
 from runner.core.base.modules import set_training
-from runner.core.base.random_state import saved_forward_state, seed_all
+from runner.core.base.random_state import make_deterministic, saved_forward_state, seed_all
+from runner.core.base.secrets import redact
 from runner.core.config.schema import RunSpec
 from runner.core.loop.model_call import call_model
 from runner.core.loop.state import TrainState
 from runner.core.policy.precision import ConversionPlan
 from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import TrainingSetup
+from runner.core.run.context import RunContext, TrainingSetup
+from runner.core.run.result import RunResult
 from runner.data.sampling import restored_random_state
 from runner.precision.casting import CastCacheWatch
 from runner.precision.conversion_proof import prove_model
@@ -206,3 +208,49 @@ def read_initial_weights(spec: RunSpec) -> LoadedCheckpoint | None:
         source = read.source
     weights = rename(content["model"], spec.init.rename, path)
     return LoadedCheckpoint(path, {**content, "model": weights}, source)
+
+
+def prepare_process(run: RunContext) -> None:
+    """Seed the generators and set the process's switches, before anything is built."""
+    run.accelerator.reset_peak_memory()
+    seed_all(run.spec.seed)
+    if run.spec.deterministic:
+        make_deterministic()
+    torch.set_anomaly_enabled(run.spec.debug.anomaly)
+
+
+def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> RunResult:
+    """Return the result of a run that finished.
+
+    Args:
+        run: the run.
+        summary: fields of RunResult that training or the evaluation found.
+        seconds: wall-clock time of the mode.
+    """
+    spec = run.spec
+    invocation = run.invocation
+    emulated = run.precision.emulated
+    if emulated:  # its speed is that of the emulation, not of the precision
+        summary |= {"kernels": "emulated", "examples_per_second": None, "step_ms": None}
+    if invocation.caveat:
+        summary = summary | {"caveats": [invocation.caveat, *summary.get("caveats", ())]}
+    return RunResult(
+        precision=run.precision.name,
+        label=run.label,
+        folder=str(run.out),
+        group=invocation.group_label(spec),
+        settings=invocation.settings(spec),
+        seed=spec.seed,
+        overrides=invocation.overrides,
+        left_out=[*invocation.omitted_keys],
+        model=invocation.option_name("model", spec.model),
+        data=invocation.option_name("data", spec.data),
+        device=run.device_name,
+        device_type=run.device.type,
+        quality=run.task.quality,
+        direction=run.task.direction,
+        seconds=seconds,
+        tracking_uri=redact(getattr(run.tracker, "uri", "")) or None,
+        experiment=getattr(run.tracker, "experiment", ""),
+        **summary,
+    )

@@ -15,12 +15,12 @@ from runner.core.base.random_state import seed_all
 from runner.core.base.tensors import dtype_name
 from runner.core.loop.step import backpropagate, examples_in, loss_of
 from runner.core.policy.conversion_report import ModuleConversion
-from runner.core.run.context import RunContext, TrainingSetup, prepare_process
+from runner.core.run.context import RunContext, TrainingSetup
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import NumericsSnapshot
-from runner.modes.execution import build_execution, starting_model
+from runner.modes.execution import build_execution, prepare_process, starting_model
 from runner.modes.startup import try_batch
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.emulation.formats import FORMATS

@@ -18,10 +18,11 @@ from runner.core.base.tensors import (
     stored_bytes,
     tensor_bytes,
 )
-from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
+from runner.core.config.schema import RunSpec
 from runner.core.policy.precision import ConversionPlan, Precision
 from runner.core.run.context import RunContext
 from runner.diagnostics.memory.forecast import (
+    MAX_FORECAST_BATCH_SIZE,
     USABLE_MEMORY_SHARE,
     find_experts,
     free_memory,

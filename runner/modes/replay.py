@@ -34,7 +34,7 @@ from runner.core.loop.loop import (
 )
 from runner.core.loop.state import TrainState
 from runner.core.loop.step import backpropagate, examples_in, loss_of, train_step
-from runner.core.loop.task import Task, mean
+from runner.core.loop.task import Task
 from runner.core.policy.precision import Precision
 from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
@@ -61,6 +61,7 @@ from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model import build_model, keeps_adapter
 from runner.training.own_state import OwnState, saved_state
 from runner.training.state_dict import checkpoint_state_dict
+from runner.training.tasks.totals import mean
 
 ROWS_BEFORE_FIRST = 3
 """Rows that are shown before the first tensor that is not finite."""

@@ -35,7 +35,7 @@ from runner.core.loop.state import TrainState
 from runner.core.loop.step import loss_of
 from runner.core.policy.loss_scale import describe_hooks, gradient_hooks
 from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import RunContext, prepare_process
+from runner.core.run.context import RunContext
 from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.sampling import restored_random_state
@@ -45,6 +45,7 @@ from runner.diagnostics.data_checks import data_problems
 from runner.diagnostics.memory.out_of_memory import MemoryWatch, is_out_of_memory
 from runner.modes import batch_rules
 from runner.modes.error_rules import Failure
+from runner.modes.execution import prepare_process
 from runner.modes.task_checks import check_totals, checked_losses, output_lines, packing_lines
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch

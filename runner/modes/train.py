@@ -11,22 +11,22 @@ from typing import NoReturn
 
 import torch
 
+from runner.config.given_objects import current_objects
 from runner.core.base.errors import CheckpointError, ConfigError, Diverged, HookError, RunnerError
 from runner.core.base.formatting import format_number, now_ms, relative_path
 from runner.core.base.layout import RESULT
 from runner.core.base.random_state import seed_all
 from runner.core.base.tensors import MIB, tensor_bytes
-from runner.core.config.invocation import current_objects
 from runner.core.loop.loop import LoopHooks, evaluate_sets, fit, total_steps
 from runner.core.loop.state import TrainState
 from runner.core.policy.loss_scale import watch_gradient_calls
 from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import RunContext, RunOutcome, build_result
+from runner.core.run.context import RunContext, RunOutcome
 from runner.core.run.result import TIME_LIMIT, RunResult
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
-from runner.modes.execution import build_proven_model, starting_model
+from runner.modes.execution import build_proven_model, build_result, starting_model
 from runner.modes.startup import (
     check_evaluation,
     check_strategy,

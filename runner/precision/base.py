@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.core.base.tensors import CPU_DEVICE
 from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
+from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
 from runner.core.policy.sessions import Session, Switches, open_session
 from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
 from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels

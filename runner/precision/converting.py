@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from runner.core.base.tensors import CPU_DEVICE
 from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import CPU_DEVICE, NO_PLAN, ComputeFormat, ConversionPlan
+from runner.core.policy.precision import NO_PLAN, ComputeFormat, ConversionPlan
 from runner.precision.base import BasePrecision
 from runner.precision.casting import cast_floats
 from runner.precision.conversion import (

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.core.base.module_tape import ModuleTape
-from runner.core.loop.strategy import Strategy, is_sharded
+from runner.core.base.tensors import is_sharded
+from runner.core.loop.strategy import Strategy
 from runner.core.policy.conversion_report import ConversionReport, Fate
 from runner.core.policy.precision import ConversionPlan
 from runner.precision.conversion import ROOT_NAME

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import dtype_name, is_narrow
-from runner.core.loop.strategy import is_sharded
+from runner.core.base.tensors import dtype_name, is_narrow, is_sharded
 from runner.core.policy.gradients import parameters_of
 from runner.precision.weight_updates import (
     STORES,

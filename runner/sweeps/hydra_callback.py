@@ -18,13 +18,12 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config import resolve
 from runner.config.hydra_plugins import ADVISE, ISOLATED
-from runner.config.overrides import SWEEP_KEYS, YAML_LOADER
+from runner.config.overrides import SWEEP_KEYS, YAML_LOADER, override_texts
 from runner.core.base.errors import ConfigError, RunnerError, Unavailable, refuse
 from runner.core.base.files import check_links, write_text
 from runner.core.base.library_warnings import suppress_warnings
 from runner.core.base.secrets import redact_values
 from runner.core.base.terminal import sanitize
-from runner.core.config.invocation import override_texts
 from runner.core.config.room import mode_named
 from runner.sweeps.room import ADVISE_USAGE_MESSAGE
 

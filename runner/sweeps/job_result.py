@@ -13,13 +13,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from runner.config.given_objects import given_keys
 from runner.config.hydra_plugins import register_resolver
-from runner.config.overrides import as_typed
+from runner.config.overrides import as_typed, override_texts
 from runner.config.resolve import KEY_PREFIX
 from runner.core.base.formatting import override_key
 from runner.core.base.layout import MANIFEST
 from runner.core.base.secrets import redact_override
-from runner.core.config.invocation import Invocation, given_keys, override_texts
+from runner.core.config.invocation import Invocation
 from runner.sweeps.manifest import Manifest
 
 if TYPE_CHECKING:

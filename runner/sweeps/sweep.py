@@ -21,17 +21,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from runner.config.overrides import without_program_options
+from runner.config.overrides import override_texts, without_program_options
 from runner.core.base.errors import RunnerError
 from runner.core.base.files import check_links, folder_lock
 from runner.core.base.formatting import grouped, now_ms, relative_path
 from runner.core.base.layout import RESULT, VERDICT
 from runner.core.base.secrets import redact, redact_override
 from runner.core.base.terminal import print_error, quote_command, sanitize
-from runner.core.config.invocation import override_texts
 from runner.core.config.targets import build_group
 from runner.core.record.journal import latest_journal
-from runner.core.record.tracker import RunInfo, Status, Tracker
+from runner.core.record.record_lines import Status
+from runner.core.record.tracker import RunInfo, Tracker
 from runner.core.run.result import RunResult
 from runner.output.console import plain_console, without_numbers
 from runner.output.markup import markdown_code, terminal_table

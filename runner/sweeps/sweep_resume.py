@@ -9,13 +9,14 @@ from typing import Literal, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from runner.config.given_objects import given_keys
 from runner.config.overrides import as_typed, rewrite_arguments
 from runner.core.base.errors import ConfigError
 from runner.core.base.formatting import override_key, quote_value
 from runner.core.base.layout import MANIFEST, RESULT
 from runner.core.base.secrets import redact
 from runner.core.base.terminal import quote_command, sanitize
-from runner.core.config.invocation import given_keys, python_call
+from runner.core.config.invocation import python_call
 from runner.core.config.signature import describe_key_location
 from runner.core.run.result import RunResult
 from runner.sweeps.manifest import Manifest

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from runner.core.base.formatting import now_ms
-from runner.core.record.tracker import NOTE_TAG
+from runner.core.record.record_lines import NOTE_TAG
 from runner.output.markup import markdown_text
 
 if TYPE_CHECKING:

@@ -21,15 +21,8 @@ from runner.core.base.terminal import quote_command
 from runner.core.config.schema import leaves
 from runner.core.config.signature import sign
 from runner.core.record.journal import Journal
-from runner.core.record.tracker import (
-    NOTE_TAG,
-    MetricRecord,
-    RunInfo,
-    RunPage,
-    Status,
-    StopRequested,
-    Tracker,
-)
+from runner.core.record.record_lines import NOTE_TAG, MetricRecord, Status, StopRequested
+from runner.core.record.tracker import RunInfo, RunPage, Tracker
 from runner.tracking import dashboard
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.notes import page_note

@@ -19,7 +19,7 @@ from typing import IO
 from runner.core.base.files import open_output
 from runner.core.base.stop_signals import signals_blocked
 from runner.core.record.journal import append_end_for_owner, latest_journal
-from runner.core.record.tracker import Status
+from runner.core.record.record_lines import Status
 from runner.tracking.journal_status import JournalStatus
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from runner.core.base.errors import ConfigError, first_line, refuse
 from runner.core.base.formatting import first_names
-from runner.core.base.tensors import TORCH_VERSION, dtype_name, narrow_parameters
+from runner.core.base.tensors import TORCH_VERSION, dtype_name, is_sharded, narrow_parameters
 from runner.core.config.schema import RunSpec
 from runner.core.config.targets import (
     build_group,
@@ -32,7 +32,6 @@ from runner.core.loop.state import (
     TrainState,
     sparse_parameters,
 )
-from runner.core.loop.strategy import is_sharded
 from runner.core.policy.gradients import finish_gradients
 from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
 from runner.core.run.context import TrainingSetup

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from runner.core.base.tensors import MIB, tensor_bytes
+from runner.core.base.tensors import MIB, is_sharded, tensor_bytes
 from runner.core.loop.state import EvaluatedWeights, StepHook
-from runner.core.loop.strategy import is_sharded
 from runner.core.policy.gradients import parameters_of
 from runner.core.record.sharded_tensors import shard_like
 

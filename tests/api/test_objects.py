@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import runner
 from runner.api.objects import given_model
+from runner.config.given_objects import given_objects
 from runner.core.base.errors import ConfigError
-from runner.core.config.invocation import given_objects
 
 
 class Net(nn.Module):

@@ -21,7 +21,8 @@ from torch.utils.data import TensorDataset
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.segmentation.lraspp import LRASPP
 
-from runner.core.loop.task import Task, mean, stack, wide
+from runner.core.loop.task import Task
+from runner.training.tasks.totals import mean, stack, wide
 
 TOKENS = 64
 LENGTH = 12

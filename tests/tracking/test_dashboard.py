@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from runner.core.record.metric_names import METRICS
-from runner.core.record.tracker import NOTE_TAG
+from runner.core.record.record_lines import NOTE_TAG
 from runner.tracking import dashboard
 
 TAG, SWEEP_TAG = (

@@ -25,18 +25,6 @@ _TYPES_WITH_PEAK = ("cuda", "tpu")
 _peak_resets = count()
 
 
-def available_kinds() -> list[str]:
-    """Return the kinds of accelerators that this machine has, best first; the last one is `cpu`."""
-    kinds = []
-    if torch.cuda.is_available():
-        kinds.append("cuda")
-    if torch.backends.mps.is_available():
-        kinds.append("mps")
-    if tpu.is_available():
-        kinds.append("tpu")
-    return [*kinds, "cpu"]
-
-
 @dataclass(frozen=True)
 class Accelerator:
     """A device, with its kind, its name and its memory peak."""
@@ -162,3 +150,15 @@ def cpu_name() -> str:
         lines = (line for line in info.read_text().splitlines() if line.startswith("model name"))
         model = next(lines, f":{model}").split(":", 1)[1].strip()
     return f"{model} ({torch.get_num_threads()} of {os.cpu_count()} threads)"
+
+
+def available_kinds() -> list[str]:
+    """Return the kinds of accelerators that this machine has, best first; the last one is `cpu`."""
+    kinds = []
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    if torch.backends.mps.is_available():
+        kinds.append("mps")
+    if tpu.is_available():
+        kinds.append("tpu")
+    return [*kinds, "cpu"]

@@ -3,14 +3,17 @@ wrapped ones included."""
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+CPU_DEVICE = torch.device("cpu")
 
 TORCH_VERSION: Any = TorchVersion(torch.__version__)
 """Compares with a tuple, as `TORCH_VERSION < (2, 14)`."""
@@ -145,3 +148,9 @@ def narrow_parameters(params: Iterable[Tensor]) -> set[Tensor]:
 def is_narrow(tensor: Tensor) -> bool:
     """Return whether a tensor is of floats of 16 bits."""
     return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def is_sharded(value: object) -> TypeGuard["DTensor"]:
+    """Return whether a value is a DTensor, of which each process holds a shard."""
+    # Importing DTensor for isinstance would cost every run more than a second.
+    return isinstance(value, Tensor) and hasattr(value, "to_local")

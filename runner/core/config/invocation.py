@@ -1,69 +1,12 @@
-"""Describe the command that a run's spec was composed from, and derive the run's labels from it.
+"""Describe the command that a run's spec was composed from, and derive the run's labels from it."""
 
-A Python program may give objects to a run in place of config nodes. They are held here by their
-roles: the targets in runner/api/objects.py take them, and a command that is shown names them.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from runner.core.base.formatting import override_key, shorten_override
 from runner.core.base.terminal import quote_command
 from runner.core.config.schema import RunSpec
-
-KEYS = {
-    "model": "model",
-    "data": "data",
-    "optimizer": "optimizer",
-    "loss": "task.loss",
-    "collate": "data.collate",
-    "callbacks": "callbacks",
-}
-"""The key of the config that each role stands for."""
-
-
-@dataclass(frozen=True)
-class GivenObjects:
-    """The objects of a call.
-
-    Attributes:
-        by_role: the objects; a list of them for the role callbacks.
-        has_several_runs: the call runs several jobs, none of which may change what the next one
-            gets.
-    """
-
-    by_role: Mapping[str, Any]
-    has_several_runs: bool = False
-
-
-_NONE = GivenObjects(MappingProxyType({}))
-_given: ContextVar[GivenObjects] = ContextVar("given", default=_NONE)
-
-
-@contextmanager
-def given_objects(objects: Mapping[str, Any], has_several_runs: bool = False) -> Iterator[None]:
-    """Let runs within the context take these objects, by their roles."""
-    token = _given.set(GivenObjects(objects, has_several_runs))
-    try:
-        yield
-    finally:
-        _given.reset(token)
-
-
-def current_objects() -> GivenObjects:
-    """Return the objects of the innermost context."""
-    return _given.get()
-
-
-def given_keys() -> dict[str, str]:
-    """Return the keys that the objects of the innermost context stand for, by their roles."""
-    return {role: KEYS[role] for role in current_objects().by_role}
 
 
 def python_call(function: str, words: Sequence[str], given: Mapping[str, str]) -> str:
@@ -167,11 +110,3 @@ class Invocation:
             return [self.option_name("model", spec.model), self.option_name("data", spec.data)]
         swept = (text for text in self.swept_overrides if override_key(text) not in unnamed_keys)
         return [*map(shorten_override, swept)]
-
-
-def override_texts(overrides: Sequence[str]) -> list[str]:
-    """Return a list of overrides that Hydra has stored, as they were typed."""
-    # Reading one element would resolve the ${...} in its text, which may not be possible yet.
-    texts = OmegaConf.to_container(overrides)
-    assert isinstance(texts, list)
-    return [str(text) for text in texts]

@@ -4,7 +4,6 @@ Hydra checks the types of overrides against these classes; `problems()` checks t
 entry under Attributes is the text of its key in docs/commands.md, so it must be clear by itself.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, TypeVar
@@ -25,11 +24,6 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs", "regional")
 COMPILE_ROUNDINGS = ("fused", "eager")
 """Values of train.compile_rounding."""
-OBJECTIVES = ("time", "memory", "quality")
-MIN_BUDGET_SECONDS = 10
-"""Seconds; a shorter advise.budget is refused."""
-MAX_FORECAST_BATCH_SIZE = 2**16
-"""Largest batch size that mode=plan tries."""
 
 
 @dataclass(frozen=True)
@@ -264,68 +258,6 @@ class GuardSpec:
                 yield f"guard.{key}={action} is not known. Allowed: {', '.join(GUARD_ACTIONS)}."
         if not self.spike_factor > 1:
             yield f"guard.spike_factor={self.spike_factor} is too small. Allowed: above 1."
-
-
-@dataclass(frozen=True)
-class AdviseSpec:
-    """Question and budget of mode=advise and mode=gate.
-
-    Attributes:
-        budget: time for the whole command, as 90s, 5m or 1h.
-        objective: time, memory or quality: what the recommended precision is best in, among the
-            precisions whose quality cannot be distinguished from float32's.
-        baseline: what the precisions are compared with: a precision, or the folder or MLflow id of
-            a run or a sweep, whose precision it is and whose seeds are not trained again.
-        max_gap: accepted increase of the loss over the baseline's, in the unit of the loss, as in
-            0.01; null accepts what advise.tolerance says.
-        tolerance: accepted increase of the loss over the baseline's, in standard deviations of the
-            baseline's loss between seeds; ignored if advise.max_gap is set.
-        seeds: number of seeds that each precision is trained with, the same ones for all; 3 or
-            more; mode=gate trains fewer where they decide.
-        steps: optimizer steps of each trial; null takes a round number that the budget allows.
-        update_rules: try the rules of precision.update if a precision with weights of 16 bits
-            fails, the one of the fewest bytes first.
-        islands: search for the modules to keep in float32 if a precision fails.
-    """
-
-    budget: str = "5m"
-    objective: str = "time"
-    baseline: str = "32-true"
-    max_gap: float | None = None
-    tolerance: float = 1.0
-    seeds: int = 5
-    steps: int | None = None
-    update_rules: bool = True
-    islands: bool = True
-
-    @property
-    def seconds(self) -> float | None:
-        """Return the budget in seconds, or None if it is not understood."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", self.budget)
-        if match is None:
-            return None
-        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
-
-    def problems(self, spec: "RunSpec") -> Iterator[str]:
-        """Yield a message for each value that is not allowed."""
-        yield from count_problems("advise", self, ("steps",))
-        if not self.seconds:
-            yield f"advise.budget={self.budget} is no duration. Type for example 90s, 5m or 1h."
-        elif self.seconds < MIN_BUDGET_SECONDS:
-            yield (
-                f"advise.budget={self.budget} is too short for a trial of each precision. Allowed: "
-                f"{MIN_BUDGET_SECONDS}s and more; a verdict takes minutes."
-            )
-        if self.objective not in OBJECTIVES:
-            allowed = ", ".join(OBJECTIVES)
-            yield f"advise.objective={self.objective} is not known. Allowed: {allowed}."
-        if self.max_gap is not None and not self.max_gap >= 0:
-            yield f"advise.max_gap={self.max_gap} is negative. Allowed: 0 and up, or null."
-        if not self.tolerance >= 0:
-            yield f"advise.tolerance={self.tolerance} is negative. Allowed: 0 and up."
-        # A t-interval over two seeds is too wide for any verdict.
-        if self.seeds < 3:
-            yield f"advise.seeds={self.seeds} is too few for a verdict. Allowed: 3 and up."
 
 
 _AT_LEAST_ONE = (

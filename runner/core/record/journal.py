@@ -19,7 +19,13 @@ from typing import Any
 
 from runner.core.base.files import open_output
 from runner.core.base.formatting import now_ms
-from runner.core.record.tracker import NOTE_TAG, MetricRecord, Status, encode_json, metrics_line
+from runner.core.record.record_lines import (
+    NOTE_TAG,
+    MetricRecord,
+    Status,
+    encode_json,
+    metrics_line,
+)
 
 STATE_FILE_BYTES = 4096
 """Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""

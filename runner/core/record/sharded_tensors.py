@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from runner.core.base.errors import ConfigError
+from runner.core.base.tensors import is_sharded
 from runner.core.base.torchrun import process_rank
-from runner.core.loop.strategy import is_sharded
 
 if TYPE_CHECKING:  # importing them takes time that a run without shards need not spend
     from torch.distributed.checkpoint.api import CheckpointException

@@ -25,29 +25,19 @@ from runner.core.base.files import (
 from runner.core.base.formatting import relative_path
 from runner.core.base.layout import METRICS, RANK_RECORD
 from runner.core.base.secrets import redact
+from runner.core.record.record_lines import (
+    MetricRecord,
+    Status,
+    StopRequested,
+    encode_json,
+    metrics_line,
+)
 
 if TYPE_CHECKING:
     from runner.core.policy.conversion_report import ConversionReport
     from runner.core.run.result import RunResult
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 Role = Literal["run", "sweep"]
-StopRequested = Callable[[], bool]
-"""Returns whether the run was asked to stop."""
-MetricRecord = tuple[int, int, Mapping[str, float]]
-"""(step, Unix time in milliseconds, values by metric name)."""
-NOTE_TAG = "mlflow.note.content"
-"""The tag whose text MLflow shows as a run's or an experiment's description."""
-
-# Made once: json.dumps makes an encoder for each call. default=float takes what is not a plain
-# number but converts to one (numpy.float32).
-encode_json = json.JSONEncoder(separators=(",", ":"), default=float).encode
-
-
-def metrics_line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
-    """Return the line of a metric record in a journal and in METRICS."""
-    # Formatted by hand, because a training step waits for it: only the values need an encoder.
-    return f'{{"kind":"metrics","step":{step},"time":{time_ms},"values":{encode_json(values)}}}\n'
 
 
 @dataclass(frozen=True)

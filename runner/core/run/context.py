@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from runner.core.base.accelerator import Accelerator
-from runner.core.base.random_state import make_deterministic, seed_all
-from runner.core.base.secrets import redact
 from runner.core.base.stop_signals import StopSignals
 from runner.core.base.torchrun import ProcessRank
 from runner.core.config.invocation import Invocation
@@ -150,49 +148,3 @@ class RunOutcome(NamedTuple):
 def process_folder(out: Path, rank: ProcessRank) -> Path:
     """Return the folder of a process: the run's own for the first one, else one below it."""
     return out if rank.is_main else out / "ranks" / str(rank.index)
-
-
-def prepare_process(run: RunContext) -> None:
-    """Seed the generators and set the process's switches, before anything is built."""
-    run.accelerator.reset_peak_memory()
-    seed_all(run.spec.seed)
-    if run.spec.deterministic:
-        make_deterministic()
-    torch.set_anomaly_enabled(run.spec.debug.anomaly)
-
-
-def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> RunResult:
-    """Return the result of a run that finished.
-
-    Args:
-        run: the run.
-        summary: fields of RunResult that training or the evaluation found.
-        seconds: wall-clock time of the mode.
-    """
-    spec = run.spec
-    invocation = run.invocation
-    emulated = run.precision.emulated
-    if emulated:  # its speed is that of the emulation, not of the precision
-        summary |= {"kernels": "emulated", "examples_per_second": None, "step_ms": None}
-    if invocation.caveat:
-        summary = summary | {"caveats": [invocation.caveat, *summary.get("caveats", ())]}
-    return RunResult(
-        precision=run.precision.name,
-        label=run.label,
-        folder=str(run.out),
-        group=invocation.group_label(spec),
-        settings=invocation.settings(spec),
-        seed=spec.seed,
-        overrides=invocation.overrides,
-        left_out=[*invocation.omitted_keys],
-        model=invocation.option_name("model", spec.model),
-        data=invocation.option_name("data", spec.data),
-        device=run.device_name,
-        device_type=run.device.type,
-        quality=run.task.quality,
-        direction=run.task.direction,
-        seconds=seconds,
-        tracking_uri=redact(getattr(run.tracker, "uri", "")) or None,
-        experiment=getattr(run.tracker, "experiment", ""),
-        **summary,
-    )

@@ -28,13 +28,13 @@ from runner.core.loop.strategy import Strategy
 from runner.core.policy.sessions import one_run
 from runner.core.record import journal
 from runner.core.record.checkpoint_file import LoadedCheckpoint, rename_superseded
+from runner.core.record.record_lines import Status
 from runner.core.record.tracker import (
     Console,
     ProcessJournal,
     RunInfo,
     RunPage,
     SilentConsole,
-    Status,
     Tracker,
 )
 from runner.core.run import run_metadata

@@ -59,15 +59,6 @@ def environment_facts(invocation: Invocation) -> dict[str, Any]:
     }
 
 
-@cache
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def git_tags(folder: Path) -> dict[str, str]:
     """Return the commit and whether the work tree has changes; empty outside a repository."""
 
@@ -84,3 +75,12 @@ def git_tags(folder: Path) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(GIT_KEYS, (commit, str(bool(changes)).lower()), strict=True))
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

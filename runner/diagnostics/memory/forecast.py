@@ -41,7 +41,7 @@ from runner.core.base.library_warnings import suppress_warnings
 from runner.core.base.modules import set_training
 from runner.core.base.tensors import GIB, float32_bytes
 from runner.core.base.tpu import is_tpu
-from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE, RunSpec
+from runner.core.config.schema import RunSpec
 from runner.core.config.targets import build_group
 from runner.core.loop.loop import Stagnation, set_evaluation_mode
 from runner.core.loop.model_call import call_model
@@ -64,6 +64,9 @@ from runner.training.compile import prepare_model
 from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model import META_DEVICE, build_model, build_on_meta, materialize_lazy_layers
 from runner.training.setup import build_state
+
+MAX_FORECAST_BATCH_SIZE = 2**16
+"""Largest batch size that mode=plan tries."""
 
 _REAL = nullcontext()
 

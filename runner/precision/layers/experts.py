@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.modules import ConditionalModules
-from runner.core.base.tensors import is_narrow
-from runner.core.loop.strategy import is_sharded
+from runner.core.base.tensors import is_narrow, is_sharded
 from runner.precision.layers.expert_weight import ExpertWeight, Groups
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.strategy import is_sharded
+from runner.core.base.tensors import is_sharded
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
 from runner.precision.layers.conv1d import is_transposed, weight_matrix

@@ -16,15 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.messages import option_hint
-from runner.config.overrides import as_typed, path_exists
+from runner.config.overrides import as_typed, override_texts, path_exists
 from runner.config.resolve import resolve_spec
 from runner.core.base.accelerator import choose_accelerator
 from runner.core.base.errors import ConfigError, refuse
 from runner.core.base.formatting import first_names, override_key
 from runner.core.base.layout import MANIFEST
-from runner.core.config.invocation import override_texts
 from runner.core.config.room import spec_problems
-from runner.core.config.schema import PRECISION_ALIASES, AdviseSpec, RunSpec
+from runner.core.config.schema import PRECISION_ALIASES, RunSpec
 from runner.core.policy.precision import Precision
 from runner.core.run.result import RunResult
 from runner.core.run.run_metadata import config_text
@@ -45,6 +44,7 @@ from runner.sweeps.report.load import (
 from runner.sweeps.report.rebuild import existing_store, find_parent_run
 from runner.sweeps.report.sweep_data import Job, JobSettings, flat_config
 from runner.sweeps.report.wording import join_names
+from runner.sweeps.room import AdviseSpec
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import BASELINE
 

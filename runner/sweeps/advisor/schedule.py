@@ -26,7 +26,6 @@ from runner.config.hydra_plugins import register
 from runner.core.base.errors import ConfigError, RunnerError
 from runner.core.base.formatting import format_duration
 from runner.core.base.tensors import MIB
-from runner.core.config.schema import AdviseSpec
 from runner.core.record.metric_names import VAL_LOSS
 from runner.core.run.result import RunResult
 from runner.diagnostics.memory.forecast import (
@@ -41,6 +40,7 @@ from runner.sweeps.advisor.advise_command import AdviseCommand
 from runner.sweeps.advisor.remedies import FLOAT32, Diagnosis, RemedySearch, diagnose
 from runner.sweeps.advisor.trials import Trials
 from runner.sweeps.other_programs import OtherPrograms
+from runner.sweeps.room import AdviseSpec
 from runner.sweeps.verdict.advise_request import (
     EMULATED_STEP_TIME_RATIO,
     TIMEOUT_TIME_RATIO,

@@ -18,11 +18,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from runner.config.hydra_plugins import register
+from runner.config.overrides import override_texts
 from runner.core.base.errors import ConfigError
 from runner.core.base.formatting import override_key
 from runner.core.base.layout import RESULT
 from runner.core.base.terminal import one_line
-from runner.core.config.invocation import override_texts
 from runner.core.run.result import RunResult
 from runner.output.notebook_log import NotebookLog
 from runner.sweeps.job_result import job_invocation, job_words, record_result

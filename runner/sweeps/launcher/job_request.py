@@ -16,8 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
+from runner.config.overrides import override_texts
 from runner.core.base.formatting import override_key, quote_value
-from runner.core.config.invocation import override_texts
 
 STATUS_STRUCT = struct.Struct("i")
 """Written twice to a job's status pipe: the process id, then the status of os.waitpid."""

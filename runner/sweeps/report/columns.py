@@ -15,9 +15,9 @@ from typing import Any
 from rich.table import Table as TerminalTable
 
 from runner.core.base.formatting import format_number, format_percent
-from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.core.record.metric_names import VAL_LOSS
 from runner.core.run.result import RunResult
+from runner.diagnostics.memory.forecast import MAX_FORECAST_BATCH_SIZE
 from runner.output.markup import Cell, Table, Tone, terminal_table
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,

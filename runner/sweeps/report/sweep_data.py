@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
+from runner.config.given_objects import given_keys
 from runner.core.base.errors import ConfigError
 from runner.core.base.files import MAX_CONFIG_BYTES, check_values
 from runner.core.base.formatting import format_percent, override_key
 from runner.core.base.layout import GIT_KEYS
 from runner.core.base.secrets import redact
 from runner.core.base.terminal import quote_command
-from runner.core.config.invocation import given_keys
 from runner.core.config.schema import leaves
 from runner.core.run.result import UNTRIED, RunResult
 from runner.sweeps.other_programs import busy_sentence

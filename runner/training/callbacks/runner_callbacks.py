@@ -17,7 +17,8 @@ from runner.core.base.tensors import MIB, tensor_bytes
 from runner.core.loop.callback import RunCallback, RunHandle
 from runner.core.loop.records import EvalRecord, StepRecord, Steps, legal_names, tracker_values
 from runner.core.loop.state import TrainState
-from runner.core.record.tracker import MetricRecord, Tracker
+from runner.core.record.record_lines import MetricRecord
+from runner.core.record.tracker import Tracker
 
 
 class MetricLogger(RunCallback):

@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 from runner.core.base.files import os_error_reason, write_with_torch
 from runner.core.base.layout import EXPORTED_MODEL
 from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.tensors import dtype_name
+from runner.core.base.tensors import CPU_DEVICE, dtype_name
 from runner.core.loop.batches import PositionalInputs
-from runner.core.policy.precision import CPU_DEVICE, NO_PLAN, ConversionPlan, Precision
+from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
 from runner.precision.layers.experts import Experts
 
 _TRACED_ROWS = 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.core.base.tensors import cast_gradients, narrow_parameters
-from runner.core.loop.strategy import ProcessGroupStrategy
+from runner.training.strategies.process_group import ProcessGroupStrategy
 
 _NOTHING = nullcontext()
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor import distribute_tensor
 from runner.core.base.errors import ConfigError
 from runner.core.base.formatting import first_names
 from runner.core.base.modules import repeated_blocks, select_modules
-from runner.core.loop.strategy import ProcessGroupStrategy, is_sharded
+from runner.core.base.tensors import is_sharded
+from runner.training.strategies.process_group import ProcessGroupStrategy
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

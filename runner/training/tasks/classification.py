@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.task import (
-    IGNORED,
+from runner.core.loop.task import IGNORED
+from runner.training.tasks.tensor_task import TensorTask
+from runner.training.tasks.totals import (
     class_metrics,
     class_totals,
     count_labels,
@@ -18,7 +19,6 @@ from runner.core.loop.task import (
     stack,
     wide,
 )
-from runner.training.tasks.tensor_task import TensorTask
 
 
 class Classification(TensorTask):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.task import Task, labels_out_of_range, mean, stack
+from runner.core.loop.task import Task
 from runner.data.detection import DetectionLayout
+from runner.training.tasks.totals import labels_out_of_range, mean, stack
 
 
 class Detection(Task):

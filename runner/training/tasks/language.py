@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.core.loop.task import (
-    IGNORED,
+from runner.core.loop.task import IGNORED
+from runner.training.tasks.tensor_task import TensorTask
+from runner.training.tasks.totals import (
     class_metrics,
     class_totals,
     count_labels,
@@ -16,7 +17,6 @@ from runner.core.loop.task import (
     stack,
     wide,
 )
-from runner.training.tasks.tensor_task import TensorTask
 
 
 class Language(TensorTask):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.core.loop.task import mean, stack, wide
 from runner.precision.casting import cast_tensor
 from runner.training.tasks.tensor_task import TensorTask
+from runner.training.tasks.totals import mean, stack, wide
 
 
 class Regression(TensorTask):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.tensors import widest_float
-from runner.core.loop.task import IGNORED, Task, count_labels, labels_out_of_range, mean
+from runner.core.loop.task import IGNORED, Task
+from runner.training.tasks.totals import count_labels, labels_out_of_range, mean
 
 _PACKAGE = "runner.training.tasks."
 

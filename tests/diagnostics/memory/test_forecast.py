@@ -9,11 +9,11 @@ from compared_models import extended
 
 from bench.memory_plan import measure_peak as measured
 from runner.core.base.tensors import stored_bytes
-from runner.core.config.schema import MAX_FORECAST_BATCH_SIZE
 from runner.core.config.targets import build_group
 from runner.core.run.context import TrainingSetup
 from runner.diagnostics.memory import forecast as forecasts
 from runner.diagnostics.memory.forecast import (
+    MAX_FORECAST_BATCH_SIZE,
     build_rehearsal,
     failed_step_forecast,
     find_experts,
