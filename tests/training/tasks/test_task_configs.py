@@ -6,8 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from runner.core.loop import task
 from runner.core.loop.task import Task
+from runner.training.tasks import totals
 
 FILES = sorted((Path(__file__).parents[3] / "conf" / "task").glob("*.yaml"))
 
@@ -30,5 +30,5 @@ def test_sums_are_single_on_mps_only():
     class OnMps:
         device = torch.device("mps")
 
-    assert task.wide(OnMps()) == torch.float32
-    assert task.wide(torch.zeros(1)) == torch.float64
+    assert totals.wide(OnMps()) == torch.float32
+    assert totals.wide(torch.zeros(1)) == torch.float64
