@@ -96,7 +96,7 @@ def versions(*packages: str) -> str:
 
 def machine() -> str:
     """Return the names of the processor, the operating system, Python and torch."""
-    from runner.core.base.accelerator import cpu_name
+    from runner.core.base.accelerators import cpu_name
 
     python = sys.version.split()[0]
     return f"{cpu_name()}, {platform.system()}, Python {python}, {versions('torch')}"

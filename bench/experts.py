@@ -23,7 +23,7 @@ from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
 from bench.common import interleave, parse_options, spread, table, versions, write
-from runner.core.base.tensors import stored_bytes
+from runner.core.base.tensor_facts import stored_bytes
 from runner.precision.registry import load_precision
 from runner.training.adapters import Lora
 

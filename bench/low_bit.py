@@ -30,7 +30,7 @@ from bench.common import (
 from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
 from runner.core.base.errors import Unavailable
-from runner.core.base.tensors import stored_bytes, tensor_bytes
+from runner.core.base.tensor_facts import stored_bytes, tensor_bytes
 from runner.core.loop.step import train_step
 from runner.core.policy.precision import Precision
 from runner.precision.registry import load_precision, precision_names

@@ -20,8 +20,8 @@ from bench.common import RESULTS, parse_options, table, versions, write, write_r
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema, resolve_spec
 from runner.core.base.errors import RunnerError
-from runner.core.base.random_state import seed_all
-from runner.core.base.tensors import MIB
+from runner.core.base.random_streams import seed_all
+from runner.core.base.tensor_facts import MIB
 from runner.core.config.schema import RunSpec
 from runner.core.config.targets import build_group
 from runner.core.loop.loop import fit

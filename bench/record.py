@@ -34,7 +34,7 @@ from torch import nn
 
 from bench.common import parse_options, run_in_turn, spread, table, versions, write
 from bench.training import CPU
-from runner.core.base.accelerator import Accelerator
+from runner.core.base.accelerators import Accelerator
 from runner.core.base.layout import HISTORY
 from runner.core.loop.callback import RunHandle
 from runner.core.loop.records import StepRecord

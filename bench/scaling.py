@@ -31,8 +31,8 @@ from torch.utils.data import TensorDataset
 from bench.common import ROOT, parse_options, table, write
 from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
-from runner.core.base.accelerator import Accelerator
-from runner.core.base.tensors import MIB
+from runner.core.base.accelerators import Accelerator
+from runner.core.base.tensor_facts import MIB
 from runner.core.base.torchrun import ProcessRank
 from runner.core.config.schema import TrainSpec
 from runner.core.loop.loop import fit

@@ -7,20 +7,19 @@ import atexit
 import sys
 from pathlib import Path
 
-from runner.core.base.files import imports_without_working_directory
-from runner.core.base.stop_signals import CommandSignals
+from runner.core import files, stop_signals
 from runner.output.lasting_output import lasting_output
 
 
 def main() -> int:
     """Run a command and return its exit status; signals are handled until the process ends."""
-    signals = CommandSignals().__enter__()
+    signals = stop_signals.CommandSignals().__enter__()
     # Registered first, so that it runs last.
     atexit.register(signals.exit_if_finished)
     with lasting_output():
         warn_of_shadow(Path.cwd())
         # A folder in the working directory may have the name of a library that is imported here.
-        with imports_without_working_directory():
+        with files.imports_without_working_directory():
             from runner.cli.main import main as command
 
         signals.status = command()

@@ -7,8 +7,8 @@ from time import perf_counter
 
 import torch
 
-from runner.core.base.formatting import format_number
-from runner.core.base.random_state import process_state
+from runner.core.base.fmt import format_number
+from runner.core.base.random_streams import process_state
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from models.gpt import GPT
 from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.tensors import CPU_DEVICE, dtype_name, stored_bytes
+from runner.core.base.tensor_facts import CPU_DEVICE, dtype_name, stored_bytes
 from runner.data.datasets.digits import digits
 from runner.precision.emulation.formats import E4M3, E5M2, Format, round_to_format
 from runner.precision.emulation.quantizers import BlockQuantizer, Nvfp4Quantizer, amax_scale

@@ -15,13 +15,7 @@ from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, check_config_dir, rewrite_arguments
 from runner.config.resolve import check_run_keys, register_schema, resolve_spec
-from runner.core.base import torchrun
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import quote_value
-from runner.core.base.secrets import redact_override
-from runner.core.config.invocation import Invocation
-from runner.core.config.room import mode_named
-from runner.core.config.schema import RunSpec
+from runner.core import ConfigError, Invocation, RunSpec, fmt, mode_named, secrets, torchrun
 from runner.rooms import install_rooms
 
 
@@ -65,11 +59,11 @@ def compose_run(
             raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")
     words = [*torchrun.command_of_rank(rewrite_arguments(words))]
     if out is not None:
-        words.append(f"hydra.run.dir={quote_value(str(out))}")
+        words.append(f"hydra.run.dir={fmt.quote_value(str(out))}")
     folder = check_config_dir(config_dir)
     search_path = []
     if folder is not None:
-        search_path.append(f"hydra.searchpath=[{quote_value(f'file://{folder.absolute()}')}]")
+        search_path.append(f"hydra.searchpath=[{fmt.quote_value(f'file://{folder.absolute()}')}]")
     install_rooms()
     register_schema()
     try:
@@ -95,7 +89,7 @@ def compose_run(
             )
         raise ConfigError(text) from error
     content: Any = OmegaConf.to_container(composed)
-    typed = tuple(redact_override(as_typed(word)) for word in words)
+    typed = tuple(secrets.redact_override(as_typed(word)) for word in words)
     invocation = Invocation(
         choices,
         # The second is torchrun.command_of_rank's.

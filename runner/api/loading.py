@@ -7,9 +7,7 @@ from pathlib import Path
 from runner.api.results import RunResult
 from runner.api.sweeps import SweepResult
 from runner.config.overrides import path_exists
-from runner.core.base.errors import ConfigError
-from runner.core.base.layout import CONFIG, MANIFEST, RESULT
-from runner.core.base.secrets import redact
+from runner.core import ConfigError, layout, secrets
 from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.rebuild import find_parent_run, report_folder
@@ -34,7 +32,7 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
     path = Path(where)
     if not (path_exists(str(where)) and path.is_dir()):
         return _load_from_store(str(where), resolve_uri(uri, os.environ, Path.cwd()))
-    if (path / MANIFEST).is_file():
+    if (path / layout.MANIFEST).is_file():
         data = load_from_folder(path)
         jobs = []
         for job in data.jobs:
@@ -51,13 +49,14 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
         # The folder may have been moved since.
         return replace(RunResult.read(path), folder=str(path))
     except (OSError, ValueError) as error:
-        if (path / CONFIG).is_file():
+        if (path / layout.CONFIG).is_file():
             raise ConfigError(
                 f"{where} holds a run without a result: it was stopped, or still runs. Resume it "
                 f"with checkpoint.resume={where}, or load it by its MLflow id."
             ) from error
         raise ConfigError(
-            f"{where} holds no {RESULT} of a run and no {MANIFEST} of a sweep. Give the folder of "
+            f"{where} holds no {layout.RESULT} of a run and no {layout.MANIFEST} of a sweep. "
+            "Give the folder of "
             "a run (outputs/runs/<time>) or of a sweep (outputs/sweeps/<time>)."
         ) from error
 
@@ -72,7 +71,7 @@ def _load_from_store(name: str, uri: str) -> RunResult | SweepResult:
 
     database = sqlite_path(uri)
     unknown = ConfigError(
-        f"{name} is no folder here, and no id of a run or a sweep in {redact(uri)}. Give "
+        f"{name} is no folder here, and no id of a run or a sweep in {secrets.redact(uri)}. Give "
         "uri=<store> for another store."
     )
     if database and not database.exists():

@@ -22,10 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from runner.config.given_objects import KEYS, current_objects
-from runner.core.base.errors import ConfigError, refuse
-from runner.core.base.formatting import override_key
-from runner.core.base.layout import BUILT_IN_CONFIGS
-from runner.core.config.schema import RunSpec
+from runner.core import ConfigError, RunSpec, fmt, layout, refuse
 from runner.training.callbacks.user_callbacks import class_problems
 
 _GROUPS = ("model", "data", "optimizer")
@@ -218,7 +215,7 @@ def check_objects(objects: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """
     problems = [*_role_problems(objects)]
     for text in overrides:
-        key = override_key(text)
+        key = fmt.override_key(text)
         roles = [role for role in objects if f"{key}.".startswith(f"{KEYS[role]}.")]
         # The role of the object that the typed key would change.
         clashing = [role for role in roles if role != "data" or not key.startswith(_DATA_KEYS)]
@@ -285,7 +282,7 @@ def object_options(objects: Mapping[str, Any], config_dir: Path | None) -> Itera
     texts = []
     earlier = []
     repository: Any = ConfigStore.instance().repo
-    folders = [BUILT_IN_CONFIGS]
+    folders = [layout.BUILT_IN_CONFIGS]
     if config_dir is not None:
         folders.append(config_dir)
     for role, value in objects.items():

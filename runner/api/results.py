@@ -5,9 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.terminal import sanitize
-from runner.core.record import checkpoint_file
+from runner.core import ConfigError, checkpoint_file, terminal
 from runner.core.run import result as run_result
 from runner.tracking import history
 from runner.tracking.result_table import page_lines, result_rows, table_rows
@@ -79,9 +77,9 @@ class RunResult(run_result.RunResult):
 
     def _repr_html_(self) -> str:
         """Return the result as a notebook shows it."""
-        title = sanitize(f"{self.label}: {self.outcome}")
+        title = terminal.sanitize(f"{self.label}: {self.outcome}")
         rows = []
         for name, text in [*result_rows(self), *page_lines(self)]:
-            cells = (html.escape(sanitize(part)) for part in (name, text))
+            cells = (html.escape(terminal.sanitize(part)) for part in (name, text))
             rows.append("<tr><th>{}</th><td>{}</td></tr>".format(*cells))
         return f"<table><caption>{html.escape(title)}</caption>{''.join(rows)}</table>"

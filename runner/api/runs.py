@@ -16,17 +16,20 @@ from runner.api.composition import check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.api.results import RunResult
 from runner.config.given_objects import given_keys, given_objects
-from runner.core.base import torchrun
-from runner.core.base.errors import ConfigError
-from runner.core.base.layout import MANIFEST, RESULT
-from runner.core.base.stop_signals import Stopped
-from runner.core.config.invocation import Invocation
-from runner.core.config.schema import AUTO, RunSpec
-from runner.core.loop.callback import RunCallback
+from runner.core import (
+    ConfigError,
+    Invocation,
+    RunCallback,
+    RunSpec,
+    checkpoint_file,
+    layout,
+    run_spec,
+    stop_signals,
+    torchrun,
+)
+from runner.core.config.schema import AUTO
 from runner.core.policy.sessions import one_run
-from runner.core.record.checkpoint_file import checkpoints_of_run
 from runner.core.run import result as run_result
-from runner.core.run.run import run_spec
 from runner.output.console import plain_console, silent_console
 from runner.output.lasting_output import lasting_output
 from runner.output.notebook_log import folded_log
@@ -118,9 +121,9 @@ def _run_composed(
                 return finished
         return run_spec(spec, folder, invocation, console, partial(print_result, console))
     except BaseException as error:
-        if isinstance(error, Stopped):
+        if isinstance(error, stop_signals.Stopped):
             hint = f"Its folder is {folder}; it left no checkpoint."
-            if checkpoints_of_run(folder):
+            if checkpoint_file.checkpoints_of_run(folder):
                 hint = f"Resume with: {invocation.resume_text(folder)}"
             error.args = (f"{error} {hint}",)
         torchrun.publish_failure()
@@ -133,7 +136,7 @@ def check_new_folder(folder: Path) -> None:
     Raises:
         ConfigError: it does.
     """
-    for name, kind in ((RESULT, "run"), (MANIFEST, "sweep")):
+    for name, kind in ((layout.RESULT, "run"), (layout.MANIFEST, "sweep")):
         if (folder / name).exists() and torchrun.process_rank().is_main:
             raise ConfigError(
                 f"out={folder} holds a {kind} already. Give another folder, or resume the {kind}: "

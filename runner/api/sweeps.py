@@ -15,10 +15,7 @@ from runner.api.runs import Data, Loss, Model, check_new_folder
 from runner.config.given_objects import given_objects
 from runner.config.overrides import check_config_dir, rewrite_arguments
 from runner.config.resolve import register_schema
-from runner.core.base.errors import ConfigError, RunnerError
-from runner.core.base.formatting import quote_value
-from runner.core.base.stop_signals import Interrupted, SignalHandler, interrupt_status
-from runner.core.loop.callback import RunCallback
+from runner.core import ConfigError, RunCallback, RunnerError, fmt, stop_signals
 from runner.output.lasting_output import lasting_output
 from runner.output.markup import notebook_frame
 from runner.output.notebook_log import folded_log
@@ -89,12 +86,12 @@ class SweepResult:
         return notebook_frame(page.read_text())
 
 
-class _InterruptingSignals(SignalHandler):
+class _InterruptingSignals(stop_signals.SignalHandler):
     """Context in which a signal raises Interrupted, so that the sweep is ended in order."""
 
     def handle_signal(self, number: int) -> None:
         """Raise Interrupted."""
-        raise Interrupted(number)
+        raise stop_signals.Interrupted(number)
 
 
 # One argument for each part that can be an object.
@@ -216,13 +213,13 @@ def _run_command(argv: Sequence[str]) -> SweepResult:
         status = error.exit_status
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
-        code = stop.code if isinstance(stop, SystemExit) else interrupt_status(stop)
+        code = stop.code if isinstance(stop, SystemExit) else stop_signals.interrupt_status(stop)
         status = code if isinstance(code, int) else 1
         if status > 128:
             hint = ""
             if Sweep.current:
                 hint = f"Resume with: {resume_command(Sweep.current.folder)}"
-            raise Interrupted(status - 128, hint) from None
+            raise stop_signals.Interrupted(status - 128, hint) from None
     except BaseException:
         status = 1
         raise
@@ -258,5 +255,5 @@ def _sweep_command(
     if own or names_main:
         argv.append("hydra/launcher=basic")
     if out is not None:
-        argv.append(f"hydra.sweep.dir={quote_value(str(out))}")
+        argv.append(f"hydra.sweep.dir={fmt.quote_value(str(out))}")
     return rewrite_arguments([*argv, *flags])

@@ -12,7 +12,7 @@ from rich.table import Table
 from runner import __version__
 from runner.config.commands import DOCTOR
 from runner.config.overrides import existing_config_dir
-from runner.core.base.accelerator import available_kinds, choose_accelerator
+from runner.core import accelerators
 from runner.core.run.run_metadata import installed_version
 from runner.precision.registry import supported_precisions, yaml_header
 
@@ -32,8 +32,8 @@ def doctor(argv: Sequence[str]) -> int:
     installed = [f"runner {__version__}", f"torch {torch.__version__}"]
     installed += [f"{name} {installed_version(name) or 'not installed'}" for name in LIBRARIES]
     console.print(", ".join(installed))
-    for kind in available_kinds():
-        accelerator = choose_accelerator(name=kind)
+    for kind in accelerators.available_kinds():
+        accelerator = accelerators.choose_accelerator(name=kind)
         table = Table(title=f"accelerator={kind}: {accelerator.name}", title_justify="left")
         for column in ("precision", "runs", "description, or reason and what to type"):
             table.add_column(column, overflow="fold")

@@ -8,9 +8,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, resources
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 from runner import __version__
 from runner.config import commands
 from runner.config.overrides import check_config_dir, config_dir, rewrite_arguments
-from runner.core.base import torchrun
-from runner.core.base.errors import ConfigError, RunnerError
-from runner.core.base.files import unreadable
-from runner.core.base.layout import BUILT_IN_CONFIGS
-from runner.core.base.stop_signals import CommandSignals, interrupt_status
-from runner.core.base.terminal import PlainFormatter, is_text, print_error
+from runner.core import ConfigError, RunnerError, files, layout, stop_signals, terminal, torchrun
 from runner.core.config.room import modes
 from runner.rooms import install_rooms
 from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep, print_error_once
@@ -36,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. See docs/commands.md."""
     install_rooms()
     try:
-        with CommandSignals(_has_open_sweep):
+        with stop_signals.CommandSignals(_has_open_sweep):
             status = _run_command(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as error:
-        status = interrupt_status(error)
+        status = stop_signals.interrupt_status(error)
     if status:
         torchrun.publish_failure()
     return status
@@ -49,7 +43,7 @@ def _run_command(argv: Sequence[str]) -> int:
     """Run a command of COMMANDS, or train through Hydra; return the exit status."""
     # logging.lastResort writes the warnings of libraries to stderr.
     if logging.lastResort:
-        logging.lastResort.setFormatter(PlainFormatter())
+        logging.lastResort.setFormatter(terminal.PlainFormatter())
     # The user's own modules: the path of a console script lacks the working directory, which
     # `python -m runner` has.
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
@@ -58,7 +52,7 @@ def _run_command(argv: Sequence[str]) -> int:
         print(f"runner {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         return 0
     try:
-        invalid = next((text for text in argv if not is_text(text)), None)
+        invalid = next((text for text in argv if not terminal.is_text(text)), None)
         if invalid is not None:
             raise ConfigError(f"{invalid} is not valid UTF-8.")
         command = commands.COMMANDS.get(argv[0]) if argv else None
@@ -77,7 +71,7 @@ def _run_command(argv: Sequence[str]) -> int:
         print_error_once(error)
         return error.exit_status
     except PermissionError as error:
-        print_error_once(unreadable(error))
+        print_error_once(files.unreadable(error))
         return 2
     except torchrun.MainRankFailed:
         return 2
@@ -99,7 +93,7 @@ def _help_text(own_folder: Path | None, topic: str) -> str:
     if topic in commands.COMMANDS:
         return commands.COMMANDS[topic].help()
     options: dict[str, dict[str, Path]] = {}
-    for folder in filter(None, (BUILT_IN_CONFIGS, own_folder)):
+    for folder in filter(None, (layout.BUILT_IN_CONFIGS, own_folder)):
         for path in folder.glob("*/*.yaml"):
             options.setdefault(path.parent.name, {})[path.stem] = path
     if topic in options:
@@ -112,7 +106,7 @@ def _help_text(own_folder: Path | None, topic: str) -> str:
     groups = [f"{group}: {', '.join(sorted(options[group]))}" for group in sorted(options)]
     shown = [shorten(text, 98, placeholder=" ...") for text in groups]
     # Hydra's own help takes six times as long: it lists the groups.
-    text = files("runner.cli").joinpath("help.txt").read_text()
+    text = resources.files("runner.cli").joinpath("help.txt").read_text()
     return text.format(commands="\n  python -m runner ".join(rows), groups="\n  ".join(shown))
 
 
@@ -137,10 +131,10 @@ def _run_hydra(argv: Sequence[str]) -> int:
     try:
         call_hydra(argv)
     except RunnerError as error:
-        print_error(str(error))
+        terminal.print_error(str(error))
         status = error.exit_status
     except KeyboardInterrupt as error:
-        status = interrupt_status(error)
+        status = stop_signals.interrupt_status(error)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:

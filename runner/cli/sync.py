@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.config.commands import SYNC
-from runner.core.base.secrets import redact
-from runner.core.config.signature import describe_key_location
-from runner.core.record import journal as journals
+from runner.core import journals, secrets, signature
 from runner.tracking import pending
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.upload_state import UploadState
@@ -104,8 +102,10 @@ def _prepare(path: Path, uri: str | None, experiment: str | None) -> str | None:
     if uri is None and store and not store.is_users:
         # Whoever wrote the journal would get this user's token.
         return (
-            f"its journal names the store {redact(old_uri)}, which is neither signed with your key "
-            f"({describe_key_location()}) nor the store here. Type tracking.uri=<store that you "
+            f"its journal names the store {secrets.redact(old_uri)}, which is neither signed "
+            "with your key "
+            f"({signature.describe_key_location()}) nor the store here. Type "
+            "tracking.uri=<store that you "
             "trust>"
         )
     progress = UploadState(path)
@@ -177,4 +177,5 @@ def _outcome(one: JournalStatus) -> str:
     store = pending.journal_store(one.journal)
     uri = store.uri if store else ""
     without = f"; left out: {state.first_error}" if state.first_error else ""
-    return f"uploaded to {redact(uri)} as run {state.run_id}, {status}, {points:,} points{without}"
+    place = f"{secrets.redact(uri)} as run {state.run_id}"
+    return f"uploaded to {place}, {status}, {points:,} points{without}"

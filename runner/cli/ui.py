@@ -13,9 +13,7 @@ from pathlib import Path
 import psutil
 
 from runner.config.commands import UI
-from runner.core.base.errors import ConfigError
-from runner.core.base.secrets import redact
-from runner.core.base.stop_signals import Stopped, StopSignals
+from runner.core import ConfigError, secrets, stop_signals
 from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
@@ -40,8 +38,8 @@ def ui(argv: Sequence[str]) -> int:
     uri = resolve_uri(given.get("tracking.uri"), os.environ, Path.cwd())
     port = _port(given.get("port"))
     name = resolve_experiment(given.get("tracking.experiment"), os.environ)
-    base = redact(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
-    print(f"store: {redact(uri)}")
+    base = secrets.redact(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
+    print(f"store: {secrets.redact(uri)}")
     upload_in_background(Path("outputs"))
     pages = dict(dashboard_urls(uri, base, name, make="tracking.uri" not in given))
     for what, url in pages.items():
@@ -66,7 +64,7 @@ def _serve(uri: str, port: int, first: str) -> int:
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     print("Ctrl-C ends it.", flush=True)
-    with StopSignals() as signals:
+    with stop_signals.StopSignals() as signals:
         server = subprocess.Popen(command, env=env)
         try:
             with signals.interruptible():
@@ -75,7 +73,7 @@ def _serve(uri: str, port: int, first: str) -> int:
                 if server.poll() is None:
                     _browse(first)
                 return server.wait()
-        except Stopped as error:
+        except stop_signals.Stopped as error:
             for process in psutil.Process(server.pid).children(recursive=True):
                 process.terminate()
             server.terminate()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.config.overrides import EXPLAIN_COMMAND, path_exists
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 
 
 @dataclass(frozen=True)

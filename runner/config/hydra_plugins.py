@@ -13,7 +13,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.plugin import Plugin
 from omegaconf import OmegaConf
 
-from runner.core.base.files import import_paths
+from runner.core import files
 
 _ROOT = "hydra_plugins"
 _SPACE = f"{_ROOT}.runner"
@@ -64,7 +64,7 @@ def set_plugin_folders(config_dir: Path | None) -> None:
     Args:
         config_dir: folder of the user's own configs; None for none.
     """
-    places = import_paths()
+    places = files.import_paths()
     if config_dir is not None:
         places.append(str(config_dir.absolute()))
     # Python's own finder is asked: only its hooks know the paths of some installed packages.

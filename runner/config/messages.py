@@ -20,9 +20,7 @@ from yaml import YAMLError
 
 from runner.config.commands import COMMANDS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
-from runner.core.base.errors import first_line, nearest_names
-from runner.core.base.layout import BUILT_IN_CONFIGS
-from runner.core.base.terminal import quote_command
+from runner.core import errors, layout, terminal
 from runner.core.config.annotations import annotation_words
 
 # Options whose plugin is installed by an extra of this package, and that extra.
@@ -80,7 +78,7 @@ def explain(error: Exception, argv: Sequence[str]) -> str:
         return f"The overrides do not compose ({error}). A group takes a name, as in model=mlp."
     ambiguous = _AMBIGUOUS.match(str(error))
     if ambiguous:
-        words = quote_command(["python", "-m", "runner", "-m", *map(as_typed, argv)])
+        words = terminal.quote_command(["python", "-m", "runner", "-m", *map(as_typed, argv)])
         return f"{ambiguous[1]} is a list of values, and a run takes one. Type {words}."
     return str(error).strip()
 
@@ -116,7 +114,7 @@ def _unresolved(error: InterpolationResolutionError) -> str:
             f"{error.full_key}: this optimizer is several, without one optimizer.lr. Type "
             f"{error.full_key}=<a rate for all>, or scheduler=cosine, which scales each rate."
         )
-    reason = first_line(error)
+    reason = errors.first_line(error)
     own_value = re.search(r"key '(vars\.[^']+)' not found", reason)
     if own_value:
         return f"{error.full_key}: {reason}. Type {own_value[1]}=<value>."
@@ -151,8 +149,8 @@ def _invalid_yaml(error: YAMLError) -> str:
     """Return where a config file is no valid YAML, the reason and what to look at."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
-        return f"A config is no YAML: {first_line(error)}. Write plain text in UTF-8."
-    problem = getattr(error, "problem", None) or first_line(error)
+        return f"A config is no YAML: {errors.first_line(error)}. Write plain text in UTF-8."
+    problem = getattr(error, "problem", None) or errors.first_line(error)
     return (
         f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: this is no YAML: {problem}. "
         "Look there and in the line above: spaces, not tabs, before a key; a space after `:`; each "
@@ -167,7 +165,7 @@ def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
     try:
         hint = get_type_hints(error.object_type)[full.rpartition(".")[2]]
     except (KeyError, TypeError):
-        return f"{given}: {first_line(error)}."
+        return f"{given}: {errors.first_line(error)}."
     allowed = annotation_words(hint)
     if is_dataclass(hint) or get_origin(hint) is dict:
         allowed = f"keys under it, {full}.<key>=<value>"
@@ -203,7 +201,7 @@ def option_hint(group: str, option: str, options: Sequence[str]) -> str:
     meant = [names for dtype, names in DTYPE_PRECISIONS.items() if dtype in name]
     if group == "precision" and meant and not near:
         near = [*meant[0]]
-    near = near or nearest_names(name, options)
+    near = near or errors.nearest_names(name, options)
     begun = {each: each[: len(name)] for each in options}
     near = near or [each for each in begun if get_close_matches(name, [begun[each]], cutoff=0.75)]
     typed = " or ".join(f"{group}={each}" for each in near[:3])
@@ -221,7 +219,7 @@ def unknown_key(full: str, node: Any, argv: Sequence[str]) -> str:
     parent, _, name = full.rpartition(".")
     keys = [str(key) for key in node] if isinstance(node, DictConfig) else []
     prefix = f"{parent}." if parent else ""
-    near = [f"{prefix}{key}" for key in nearest_names(name, keys)]
+    near = [f"{prefix}{key}" for key in errors.nearest_names(name, keys)]
     # The exact name in another group is a better guess than a similar name in this one: lr=1e-3
     # means optimizer.lr.
     elsewhere: list[str] = []
@@ -327,7 +325,7 @@ def has_key(config: object, key: str) -> bool:
 
 def precisions_with_key(key: str) -> list[str]:
     """Return the names of the built-in precisions that have a key, given without `precision.`."""
-    folder = BUILT_IN_CONFIGS / "precision"
+    folder = layout.BUILT_IN_CONFIGS / "precision"
     return [
         path.stem for path in sorted(folder.glob("*.yaml")) if has_key(OmegaConf.load(path), key)
     ]

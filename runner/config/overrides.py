@@ -10,14 +10,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from runner.config.hydra_plugins import set_plugin_folders
-from runner.core.base import torchrun
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import check_values, read_text
-from runner.core.base.formatting import quote_value
-from runner.core.base.layout import BUILT_IN_CONFIGS, CONFIG
-from runner.core.base.terminal import sanitize
+from runner.core import ConfigError, RunSpec, files, fmt, layout, terminal, torchrun
 from runner.core.config.room import sections
-from runner.core.config.schema import PRECISION_ALIASES, RunSpec
+from runner.core.config.schema import PRECISION_ALIASES
 
 _ALIAS = re.compile(r"(^|[\s,\[{])\*[^\s*]", re.MULTILINE)
 YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
@@ -146,7 +141,7 @@ def _explain_overrides(words: Sequence[str]) -> list[str]:
         return ["mode=explain", *words]
     rest = [*words]
     rest.remove(module)
-    return ["mode=explain", f"explain={quote_value(module)}", *rest]
+    return ["mode=explain", f"explain={fmt.quote_value(module)}", *rest]
 
 
 _KEYS_OF_RUN = ("precision.", "model.", "adapter.")
@@ -159,7 +154,7 @@ def _names_run(text: str) -> bool:
     value = value.strip("\"'")
     if key != "against" or not value:
         return False
-    return (Path(value) / CONFIG).is_file() or bool(_RUN_ID.fullmatch(value))
+    return (Path(value) / layout.CONFIG).is_file() or bool(_RUN_ID.fullmatch(value))
 
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -225,7 +220,7 @@ def _rewrite_path(text: str) -> str:
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
     is_override = key == "against" and "=" in value and value[0] not in "\"'"
     if path_exists(value) or is_override:
-        value = quote_value(value)
+        value = fmt.quote_value(value)
     return f"{_PATH_KEYS[key]}={value}"
 
 
@@ -298,10 +293,12 @@ def check_aliases(folder: Path) -> None:
     """
     for path in folder.rglob("*.yaml"):
         with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-            text = read_text(path)
+            text = files.read_text(path)
             # Most files have none: parsing takes ten times as long as reading.
             if _ALIAS.search(text):
-                check_values(yaml.load(text, YAML_LOADER), f"{path}, with its aliases unfolded,")
+                files.check_values(
+                    yaml.load(text, YAML_LOADER), f"{path}, with its aliases unfolded,"
+                )
 
 
 def shadowed_configs(folder: Path) -> Iterator[str]:
@@ -310,7 +307,7 @@ def shadowed_configs(folder: Path) -> Iterator[str]:
     Hydra takes the built-in one where both have the same group and name.
     """
     for mine in sorted(folder.rglob("*.yaml")):
-        theirs = BUILT_IN_CONFIGS / mine.relative_to(folder)
+        theirs = layout.BUILT_IN_CONFIGS / mine.relative_to(folder)
         if theirs.exists():
             yield f"warning: {mine} is not used: {theirs} has its group and name. Rename yours."
 
@@ -327,7 +324,7 @@ def check_config_dir(folder: str | Path | None) -> Path | None:
     set_plugin_folders(path)
     for warning in () if path is None else shadowed_configs(path):
         if torchrun.claim_message(warning):
-            print(sanitize(warning), file=sys.stderr)
+            print(terminal.sanitize(warning), file=sys.stderr)
     return path
 
 

@@ -25,10 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.hydra_plugins import REMOTE, register_plugins
 from runner.config.messages import explain, has_key, precisions_with_key, unknown_key
 from runner.config.overrides import override_texts
-from runner.core.base.errors import ConfigError, refuse
-from runner.core.base.layout import MANIFEST, RESULT
+from runner.core import ConfigError, RunSpec, layout, refuse
 from runner.core.config.room import sections
-from runner.core.config.schema import RunSpec, leaves
+from runner.core.config.schema import leaves
 
 
 @cache
@@ -126,10 +125,12 @@ def folder_problems(hydra: DictConfig, kind: Literal["run", "sweep"]) -> Iterato
     if not hydra[kind].dir.strip():
         yield f"hydra.{kind}.dir= is empty. Type hydra.{kind}.dir=<folder>, or leave it out."
     elif kind == "run":
-        if any((place / MANIFEST).exists() for place in (folder, folder.parent)):
+        if any((place / layout.MANIFEST).exists() for place in (folder, folder.parent)):
             yield f"hydra.run.dir={folder} is a folder of a sweep and its jobs. Type another one."
     else:
-        is_used = any(path.name.isdecimal() or path.name == RESULT for path in folder.glob("*"))
+        is_used = any(
+            path.name.isdecimal() or path.name == layout.RESULT for path in folder.glob("*")
+        )
         if is_used and not hydra.callbacks.sweep.resume:
             yield (
                 f"hydra.sweep.dir={folder} holds another sweep, or a run. Type another folder, or "

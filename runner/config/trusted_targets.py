@@ -20,20 +20,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.core.base.errors import ConfigError, refuse
-from runner.core.base.files import (
-    MAX_CONFIG_BYTES,
-    check_values,
-    interpolation_problem,
-    read_json,
-    read_text,
+from runner.core import (
+    ConfigError,
+    LoadedCheckpoint,
+    checkpoint_file,
+    files,
+    layout,
+    refuse,
+    signature,
+    targets,
 )
-from runner.core.base.layout import BUILT_IN_CONFIGS, CONFIG, SIGNATURE
 from runner.core.config.instantiation import LEADING_COUNTS, metric_items
 from runner.core.config.schema import leaves
-from runner.core.config.signature import describe_key_location, is_signed
-from runner.core.config.targets import children, locate
-from runner.core.record.checkpoint_file import LoadedCheckpoint, is_signed_by_user
+from runner.core.config.signature import is_signed
 
 _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 """Packages whose functions return models."""
@@ -75,7 +74,7 @@ def checkpoint_config(saved: LoadedCheckpoint, key: str) -> SavedConfig:
         saved: the checkpoint.
         key: config key that names it.
     """
-    is_signed = is_signed_by_user(saved.content)
+    is_signed = checkpoint_file.is_signed_by_user(saved.content)
     return SavedConfig(saved.content["spec"], saved.path, key, is_signed)
 
 
@@ -105,7 +104,8 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
                 problems.append(
                     f"{source} names {name}={target}, which is neither the runner's own nor "
                     "torch's: it is not called. Its config is not signed with your key "
-                    f"({describe_key_location()}). If you trust it, type {group}=... yourself{end}."
+                    f"({signature.describe_key_location()}). If you trust it, type {group}=... "
+                    f"yourself{end}."
                 )
         problems += [
             f"{source} does not hold the secret {name}. Type {name}=<value>, and in mode=evaluate "
@@ -125,10 +125,10 @@ def masked_keys(name: str, value: Any) -> Iterator[str]:
 def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     """Return the dotted key and the target of each in a group's node, those that are given as text
     included."""
-    targets = [*_targets(group, node)]
+    named = [*_targets(group, node)]
     for each in node if isinstance(node, list) else [node]:
-        targets += text_targets(group, each)
-    return targets
+        named += text_targets(group, each)
+    return named
 
 
 def _targets(key: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -136,7 +136,7 @@ def _targets(key: str, node: Any) -> Iterator[tuple[str, Any]]:
     its arguments."""
     if isinstance(node, Mapping) and node.get("_target_") is not None:
         yield f"{key}._target_", node["_target_"]
-    for child_key, child in children(key, node):
+    for child_key, child in targets.children(key, node):
         yield from _targets(child_key, child)
 
 
@@ -144,7 +144,7 @@ def _is_known(group: str, target: Any) -> bool:
     if not isinstance(target, str):
         return False
     # The targets of the runner's own options of the group.
-    for path in BUILT_IN_CONFIGS.glob(f"{group}/*.yaml"):
+    for path in layout.BUILT_IN_CONFIGS.glob(f"{group}/*.yaml"):
         if target in re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE):
             return True
     if target in _OWN_FUNCTIONS.get(group, ()):
@@ -166,7 +166,7 @@ def _is_known(group: str, target: Any) -> bool:
 
 def _locate_or_none(target: str) -> Any:
     try:
-        return locate(target)
+        return targets.locate(target)
     except ConfigError:
         return None
 
@@ -181,14 +181,14 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
     Raises:
         ConfigError: the file is not a config as a run writes it.
     """
-    path = folder / CONFIG
+    path = folder / layout.CONFIG
     if not path.is_file():
         return None
     try:
-        text = read_text(path, MAX_CONFIG_BYTES)
-        check_values(yaml.safe_load(text), path)
+        text = files.read_text(path, files.MAX_CONFIG_BYTES)
+        files.check_values(yaml.safe_load(text), path)
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
-        problem = interpolation_problem(values)
+        problem = files.interpolation_problem(values)
         if not isinstance(values, dict):
             raise ValueError
     except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException):
@@ -197,8 +197,8 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         raise ConfigError(f"{path} {problem}.")
     signed = None
     with suppress(OSError, ValueError):
-        signed = read_json(folder / SIGNATURE)
-    is_own = isinstance(signed, dict) and is_signed(CONFIG, text, signed.get("config"))
+        signed = files.read_json(folder / layout.SIGNATURE)
+    is_own = isinstance(signed, dict) and is_signed(layout.CONFIG, text, signed.get("config"))
     return SavedConfig(values, folder, key, is_own)
 
 

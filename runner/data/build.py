@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from runner.core.base.errors import ConfigError, RunnerError, refuse
-from runner.core.base.formatting import first_names
-from runner.core.base.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.core import (
+    ConfigError,
+    RunnerError,
+    RunSpec,
+    fmt,
+    mode_named,
+    refuse,
+    targets,
+    torchrun,
+)
 from runner.core.config.instantiation import data_target_node, target_name
-from runner.core.config.room import mode_named
-from runner.core.config.schema import RunSpec
-from runner.core.config.targets import build_group, build_value
 from runner.core.loop.batches import IGNORED_LABEL, PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.fingerprint import fact_problems, learned_facts
@@ -49,7 +53,7 @@ def build_data(spec: RunSpec) -> RunData:
         ConfigError: the target does not return data sets, its examples are not (input, target),
             data.meta contradicts them, or a stream cannot obey the settings.
     """
-    returned = build_group("data", data_target_node(spec.data))
+    returned = targets.build_group("data", data_target_node(spec.data))
     refuse(splits_problems(returned, spec.data["_target_"]))
     train, val, *test = returned
     validation = _named_sets(val)
@@ -232,7 +236,7 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any, ignored: Any) -> It
     # torchvision's data sets list their class names.
     names = learned_facts(dataset).get("classes", [])
     classes = len(names)
-    sample = f": {first_names(names)}"
+    sample = f": {fmt.first_names(names)}"
     labels = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else torch.zeros(())
     if not (labels.is_floating_point() or labels.is_complex()):
         if isinstance(ignored, int):
@@ -266,7 +270,7 @@ def build_run_loaders(
     spec: RunSpec,
     data: RunData,
     device: torch.device,
-    rank: ProcessRank = SINGLE_PROCESS,
+    rank: torchrun.ProcessRank = torchrun.SINGLE_PROCESS,
     task: Any = None,
 ) -> RunLoaders:
     """Return the loaders of all data sets of a run.
@@ -326,7 +330,7 @@ def _collator(spec: RunSpec) -> Collator | None:
     value = spec.data.get("collate")
     if value is None:
         return None
-    collator = build_value("data.collate", value)
+    collator = targets.build_value("data.collate", value)
     name = target_name(value)
     if not callable(collator):
         raise ConfigError(
@@ -343,7 +347,7 @@ def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
         return None
     name = target_name(value)
     try:
-        sampler = build_value("data.sampler", value, dataset)
+        sampler = targets.build_value("data.sampler", value, dataset)
     except RunnerError:
         raise
     except Exception as error:

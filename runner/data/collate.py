@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
-from runner.core.base.errors import RunnerError, first_line
-from runner.core.base.random_state import host_rng_state, seed_generator, set_host_rng_state
-from runner.core.base.stop_signals import Stopped
+from runner.core import RunnerError, errors, random_streams, stop_signals
 
 _PARTS = ("input", "target")
 _OWN_COLLATOR = (
@@ -60,7 +58,7 @@ class Collator:
         reason = "it returns None"
         try:
             batch = self._made(examples) if self._is_checked else self._compared(examples)
-        except Stopped:
+        except stop_signals.Stopped:
             raise  # a signal, which is no failure of the function
         except Exception as error:  # of whatever type the function raises
             reason = " ".join(str(error).split()).rstrip(".")
@@ -75,7 +73,9 @@ class Collator:
         )
 
     def _made(self, examples: list[Any]) -> Any:
-        seed_generator(getattr(self.function, "generator", None), torch.initial_seed())
+        random_streams.seed_generator(
+            getattr(self.function, "generator", None), torch.initial_seed()
+        )
         return self.function(examples)
 
     def _compared(self, examples: list[Any]) -> Any:
@@ -83,18 +83,18 @@ class Collator:
         try:
             # A collator may change its examples.
             copies = [deepcopy(examples) for _ in range(2)]
-        except Stopped:
+        except stop_signals.Stopped:
             raise
         except Exception:  # of whatever type the examples' own classes raise
             return self._made(examples)
-        random_state = host_rng_state()
+        random_state = random_streams.host_rng_state()
         # Before its first batch an object may have no generator yet, and make one with a seed of
         # its own, as transformers.DataCollatorForLanguageModeling(seed=3) does.
         batches = [self._made(examples)]
         for copy in copies:
             if batches[-1] is None:
                 return None
-            set_host_rng_state(random_state)
+            random_streams.set_host_rng_state(random_state)
             batches.append(self._made(copy))
         if _is_same(batches[1], batches[2]):
             return batches[2]
@@ -145,7 +145,7 @@ def collate(examples: Any) -> Any:
     """Return the batch of a list of examples (input, target), or a CollateFailure that explains."""
     try:
         return default_collate(examples)
-    except Stopped:
+    except stop_signals.Stopped:
         raise
     except Exception as error:  # of whatever type the examples' own classes raise
         return CollateFailure(collate_problem(examples, error))
@@ -179,7 +179,7 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
                     f"data: the examples of a batch are not tensors: {name}{keystr(path)} is a "
                     f"{kind}. Return tensors (torch.as_tensor(...)), or {_OWN_COLLATOR}"
                 )
-    reason = f"{type(error).__name__}: {first_line(error)}"
+    reason = f"{type(error).__name__}: {errors.first_line(error)}"
     return (
         f"data: the examples of a batch cannot be stacked: {reason}. "
         f"Return (input, target) of one structure, or make the batch yourself: {_OWN_COLLATOR}"

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError
-from runner.core.loop.batches import Batch, BatchLayout, PositionalInputs
+from runner.core import Batch, ConfigError, PositionalInputs
+from runner.core.loop.batches import BatchLayout
 
 
 def collate_detection(examples: Sequence[Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
-from runner.core.base.formatting import first_names
-from runner.core.base.random_state import seed_host
-from runner.core.config.targets import target_arguments
+from runner.core import fmt, random_streams, targets
 from runner.data.sampling import restored_random_state
 from runner.data.splits import RunData, RunSets, Splits
 from runner.data.stream_loader import first_examples, is_stream
@@ -112,7 +110,7 @@ def fact_problems(facts: Mapping[str, Any], owner: str, sets: Mapping[str, Any])
                 is_alike = all(one == other for one, other in zip(known, value, strict=False))
             if not is_alike:
                 different = sorted({*value} ^ {*map(str, known)}) if name == "classes" else ()
-                detail = f": {first_names(different)} on one side only" if different else ""
+                detail = f": {fmt.first_names(different)} on one side only" if different else ""
                 yield (
                     f"data: the {name} of {owner} and of the {label} set differ{detail}. Give both "
                     "the same: class names in one order, or the tokenizer of the training."
@@ -125,14 +123,14 @@ def _source(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         location = node.get(key)
         if isinstance(location, str) and Path(location).exists():
             return "local", {"uri": str(Path(location).absolute())}
-    call = {"target": node.get("_target_"), **target_arguments(node)}
+    call = {"target": node.get("_target_"), **targets.target_arguments(node)}
     return "code", {"tags": {key: str(value) for key, value in call.items()}}
 
 
 def _dataset_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the digest, schema and profile of one data set."""
     with restored_random_state():
-        seed_host(0)
+        random_streams.seed_host(0)
         try:
             digest = _digest(dataset)
         except Exception:  # a user's data set with one sample that cannot be read, for example
@@ -158,7 +156,7 @@ def _stream_facts(dataset: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     schema = None
     # A stream that fails here fails in the training, too, with a message.
     with restored_random_state(), suppress(Exception):
-        seed_host(0)
+        random_streams.seed_host(0)
         examples = first_examples(dataset, SAMPLE_COUNT)
         for example in examples:
             hash_value(content, example)
@@ -209,10 +207,10 @@ def _is_file_sample(sample: Any, dataset: Any) -> bool:
 
 def _schema(sample: Any) -> str | None:
     """Return MLflow's tensor schema of samples (input, target) as JSON, -1 for the rows."""
-    features, targets = (_tensor_specs(part) for part in sample)
-    if features is None or targets is None:
+    features, labels = (_tensor_specs(part) for part in sample)
+    if features is None or labels is None:
         return None
-    parts = {"features": json.dumps(features), "targets": json.dumps(targets)}
+    parts = {"features": json.dumps(features), "targets": json.dumps(labels)}
     return json.dumps({"mlflow_tensorspec": parts})
 
 

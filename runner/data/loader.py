@@ -20,14 +20,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.random_state import seed_host
-from runner.core.base.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.core import Batch, ConfigError, random_streams, torchrun
 from runner.core.config.schema import AUTO
 from runner.core.loop.batches import (
     FIRST_STEP,
     PAIRS,
-    Batch,
     BatchLayout,
     StartingPoint,
     batch_seed,
@@ -54,7 +51,7 @@ class LoaderOptions:
     """
 
     workers: int = 0
-    rank: ProcessRank = SINGLE_PROCESS
+    rank: torchrun.ProcessRank = torchrun.SINGLE_PROCESS
     on_device: bool | str = False
     layout: BatchLayout = PAIRS
     collator: Collator | None = None
@@ -371,7 +368,7 @@ class _SeededBatches(Dataset[Any]):
     def __getitems__(self, seeded_batch: list[int]) -> Any:
         """Return a batch, or a CollateFailure, given its seed followed by its indices."""
         seed, *indices = seeded_batch
-        seed_host(seed)
+        random_streams.seed_host(seed)
         if makes_batches(self.dataset):
             return self.dataset.batch(torch.tensor(indices))
         return self.make_batch(_examples(self.dataset, indices))

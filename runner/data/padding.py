@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.core.loop.batches import TARGET_FIELDS
 
 _MASK_FIELDS = ("attention_mask", "token_type_ids")

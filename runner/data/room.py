@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from runner.core.config.room import Room
-from runner.core.config.schema import RunSpec
-from runner.core.config.targets import check_targets, loading_problems
+from runner.core import Room, RunSpec, targets
 
 
 def _problems(spec: RunSpec) -> Iterator[str]:
     from runner.data.task_target import task_problems
 
-    yield from check_targets(spec)
-    yield from loading_problems(spec.data)
+    yield from targets.check_targets(spec)
+    yield from targets.loading_problems(spec.data)
     yield from task_problems(spec.task)
 
 

@@ -10,23 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from runner.core.base.errors import ConfigError, RunnerError
-from runner.core.base.random_state import (
-    host_rng_state,
-    seed_generator,
-    seed_host,
-    set_host_rng_state,
-)
+from runner.core import ConfigError, RunnerError, random_streams
 
 
 @contextmanager
 def restored_random_state() -> Iterator[None]:
     """Restore the states of the host's random generators on exit."""
-    random_state = host_rng_state()
+    random_state = random_streams.host_rng_state()
     try:
         yield
     finally:
-        set_host_rng_state(random_state)
+        random_streams.set_host_rng_state(random_state)
 
 
 class SamplerOrder:
@@ -82,8 +76,8 @@ class SamplerOrder:
         """
         try:
             with restored_random_state():
-                seed_host(seed)
-                seed_generator(getattr(self.sampler, "generator", None), seed)
+                random_streams.seed_host(seed)
+                random_streams.seed_generator(getattr(self.sampler, "generator", None), seed)
                 if hasattr(self.sampler, "set_epoch"):
                     self.sampler.set_epoch(epoch)
                 # One more than there should be: a sampler may be endless.

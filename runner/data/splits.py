@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.core.base.errors import ConfigError, refuse
+from runner.core import ConfigError, refuse
 
 _Set = TypeVar("_Set")
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runner.core.loop.batches import Batch, steps_of_epoch
+from runner.core import Batch
+from runner.core.loop.batches import steps_of_epoch
 from runner.data.loader import Loader
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 

@@ -17,14 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from runner.core.base.errors import ConfigError, DataError, RunnerError
-from runner.core.base.random_state import seed_host
-from runner.core.base.stop_signals import Stopped
-from runner.core.base.torchrun import SINGLE_PROCESS, ProcessRank
+from runner.core import (
+    Batch,
+    ConfigError,
+    RunnerError,
+    RunSpec,
+    errors,
+    mode_named,
+    random_streams,
+    stop_signals,
+    torchrun,
+)
 from runner.core.config.instantiation import target_name
-from runner.core.config.room import mode_named
-from runner.core.config.schema import RunSpec
-from runner.core.loop.batches import FIRST_STEP, Batch, StartingPoint, batch_seed
+from runner.core.loop.batches import FIRST_STEP, StartingPoint, batch_seed
 from runner.data.collate import collate, error_with_line
 from runner.data.loader import (
     DEFAULT_OPTIONS,
@@ -91,7 +96,7 @@ class StreamPass(IterableDataset[StreamBatch]):
     seed: int
     number: int
     reads: tuple[tuple[int, int], ...] = ()
-    rank: ProcessRank = SINGLE_PROCESS
+    rank: torchrun.ProcessRank = torchrun.SINGLE_PROCESS
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the batches of the pass."""
@@ -101,14 +106,16 @@ class StreamPass(IterableDataset[StreamBatch]):
             batch = None
             # Around both: to save and restore numpy's state takes longer than a small batch.
             with restored_random_state():
-                seed_host(batch_seed(self.seed, self.number, number))
+                random_streams.seed_host(batch_seed(self.seed, self.number, number))
                 if stream is None:
                     stream = begin_pass(self.stream, self.number)
                 examples = list(islice(stream, size))
                 if examples and is_new:
                     # Collectives need every process to run a step, with one example at least.
                     part = examples[self.rank.batch_slice(len(examples))] or examples[:1]
-                    seed_host(batch_seed(self.seed, self.number, number, self.rank.index + 1))
+                    random_streams.seed_host(
+                        batch_seed(self.seed, self.number, number, self.rank.index + 1)
+                    )
                     batch = StreamBatch(first, len(examples), self.collate(part))
             if batch is not None:
                 yield batch
@@ -143,11 +150,13 @@ def explain_stream_errors(stream: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (RunnerError, Stopped, MemoryError):
+    except (RunnerError, stop_signals.Stopped, MemoryError):
         raise  # these have messages of their own
     except Exception as error:
         kind = type(stream).__name__
-        raise DataError(f"data: the stream, a {kind}, fails: {error_with_line(error)}.") from error
+        raise errors.DataError(
+            f"data: the stream, a {kind}, fails: {error_with_line(error)}."
+        ) from error
 
 
 def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> Iterator[str]:
@@ -256,7 +265,9 @@ class StreamLoader:
     def close(self) -> None:
         """Do nothing: a loading process ends with its pass."""
 
-    def _pass(self, epoch: int, taken: int = 0, rank: ProcessRank = SINGLE_PROCESS) -> StreamPass:
+    def _pass(
+        self, epoch: int, taken: int = 0, rank: torchrun.ProcessRank = torchrun.SINGLE_PROCESS
+    ) -> StreamPass:
         make = self.options.collator or collate
         reads = reads_of(self, epoch, taken)
         return StreamPass(self.dataset, self.batch_size, make, self.seed, epoch, reads, rank)

@@ -9,16 +9,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError, targets
 from runner.core.config.instantiation import MetricItem, metric_items, target_name
-from runner.core.config.targets import (
-    build_group,
-    build_value,
-    locate,
-    runner_values,
-    value_problems,
-    without_runner_keys,
-)
 from runner.core.loop.task import TaskAdditions
 
 DIRECTIONS: Mapping[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
@@ -29,10 +21,10 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with these keys, their nodes' arguments left out."""
-    added = runner_values("task", task)
+    added = targets.runner_values("task", task)
     items = metric_items(added.get("metrics"))
     for item in items:
-        yield from value_problems(item.key, item.value)
+        yield from targets.value_problems(item.key, item.value)
     for item in items:
         if not _NAME.fullmatch(item.name):
             yield f"{item.key}: {item.name} is no metric's name. Allowed: letters, digits, _ . -"
@@ -51,10 +43,10 @@ def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(added.get("whole_batch", False), bool):
         yield f"task.whole_batch={added['whole_batch']} does not fit. Allowed: true, false."
     if "after_evaluation" in added:
-        yield from value_problems("task.after_evaluation", added["after_evaluation"])
+        yield from targets.value_problems("task.after_evaluation", added["after_evaluation"])
     # A task of the user's own may have a key of this name for something else.
     if task.get("loss") is not None and _is_builtin(task):
-        yield from value_problems("task.loss", task["loss"])
+        yield from targets.value_problems("task.loss", task["loss"])
 
 
 def build_task(task: Mapping[str, Any]) -> Any:
@@ -66,20 +58,20 @@ def build_task(task: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: a target does not import, or refuses its arguments.
     """
-    node = without_runner_keys("task", task)
+    node = targets.without_runner_keys("task", task)
     loss = node.get("loss")
     if isinstance(loss, str) and _is_builtin(task):
-        node["loss"] = build_value("task.loss", loss)
+        node["loss"] = targets.build_value("task.loss", loss)
     elif isinstance(loss, Mapping) and "_target_" in loss:
-        node["loss"] = build_group("task.loss", with_tensors("task.loss", loss))
-    built = build_group("task", node)
+        node["loss"] = targets.build_group("task.loss", with_tensors("task.loss", loss))
+    built = targets.build_group("task", node)
     missing = [name for name in ("quality", "direction") if not hasattr(built, name)]
     if missing:
         raise ConfigError(
             f"task={task['_target_']} has no {' and no '.join(missing)}, by which runs are "
             'compared. Write in the class: quality = "val/loss"; direction = "min" (or "max").'
         )
-    added = runner_values("task", task)
+    added = targets.runner_values("task", task)
     if added:
         if not hasattr(built, "extend"):
             raise ConfigError(
@@ -96,7 +88,7 @@ def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: such a list holds something else than numbers.
     """
-    target = locate(node["_target_"])
+    target = targets.locate(node["_target_"])
     try:
         hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
     except Exception:
@@ -166,14 +158,14 @@ def _metric(item: MetricItem) -> Any:
     """Return the metric that an item names."""
     path = target_name(item.value)
     try:
-        metric = build_value(item.key, item.value)
+        metric = targets.build_value(item.key, item.value)
     except ConfigError:
         raise
     except Exception as error:  # of whatever type: torchmetrics raises ImportErrors, too
         text = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"{item.key}: {path} cannot be made: {text}.") from error
     kind = type(metric).__name__
-    metric_class: Any = locate("torchmetrics.Metric")
+    metric_class: Any = targets.locate("torchmetrics.Metric")
     if not isinstance(metric, metric_class):
         more = " List its metrics one by one." if "Collection" in kind else ""
         raise ConfigError(
@@ -186,7 +178,7 @@ def _metric(item: MetricItem) -> Any:
 def _hook(value: str | Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function or the object that task.after_evaluation names."""
     key = "task.after_evaluation"
-    hook = build_value(key, value)
+    hook = targets.build_value(key, value)
     if not callable(hook):
         raise ConfigError(
             f"{key}={target_name(value)} gives a {type(hook).__name__}, which cannot be called. "

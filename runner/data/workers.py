@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch.multiprocessing import set_sharing_strategy
 from torch.utils.data import _utils
 
-from runner.core.base.stop_signals import Stopped, ignore_signals
+from runner.core import stop_signals
 
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
@@ -42,7 +42,7 @@ def init_worker(worker: int) -> None:
     if _open_files_limit() < 1024:  # the usual one
         set_sharing_strategy("file_system")
     signal.set_wakeup_fd(-1)  # the run's, which the fork has copied
-    ignore_signals()
+    stop_signals.ignore_signals()
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
@@ -85,7 +85,7 @@ def wait_for_batch(
                     batches = iter(loader)
                     _started.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
                 batch = next(batches, None)
-        except Stopped:
+        except stop_signals.Stopped:
             # Seconds that torch waits for each process that hangs, when it ends them.
             _utils.MP_STATUS_CHECK_INTERVAL = 0.1
             raise

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from runner.core.base.errors import ConfigError
-from runner.core.loop.batches import Batch
-from runner.core.loop.task import IGNORED, Task
+from runner.core import Batch, ConfigError, Task
+from runner.core.loop.task import IGNORED
 from runner.data.splits import label_remedy
 from runner.data.step_samples import StepSamples, targets_of_steps
 from runner.data.stream_loader import DatasetLoader, StreamLoader

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.module_tape import ROOT, ModuleTape
-from runner.core.base.tensors import dtype_name, inner_tensors
+from runner.core import ModuleTape, tensor_facts
+from runner.core.base.module_tape import ROOT
 from runner.core.loop.model_call import plain_module
 
 _HEAVY = (
@@ -36,7 +36,7 @@ def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
     first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
     if first is not None:
         # torchao's FP8 tensors say the dtype that they stand for; the kernel gets their codes.
-        return _names(next(inner_tensors(first), first))
+        return _names(next(tensor_facts.inner_tensors(first), first))
     # Other integers are indices, as those of an embedding.
     return {name for name in _names(args) if "complex" in name or name == "int8"}
 
@@ -72,7 +72,7 @@ def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[Tensor, int] |
 
 def _names(values: Any) -> set[str]:
     """Return the names of the dtypes of the tensors in a nest."""
-    return {dtype_name(v.dtype) for v in tree_leaves(values) if isinstance(v, Tensor)}
+    return {tensor_facts.dtype_name(v.dtype) for v in tree_leaves(values) if isinstance(v, Tensor)}
 
 
 _Seen = dict[str, dict[str, set[str]]]
@@ -139,8 +139,8 @@ class DtypeProbe(TorchDispatchMode):
             product = _product(name, args, out)
             if product is not None:
                 # torchao's FP8 tensors hold codes.
-                dtype = next(inner_tensors(product[0]), product[0]).dtype
-                self.work[module, name, dtype_name(dtype)] += product[1]
+                dtype = next(tensor_facts.inner_tensors(product[0]), product[0]).dtype
+                self.work[module, name, tensor_facts.dtype_name(dtype)] += product[1]
         return out
 
     def _note_inputs(self, name: str, values: Any) -> None:

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from runner.config.messages import CPU_CASTS
-from runner.core.base.formatting import first_names, format_percent
-from runner.core.base.tensors import CPU_DEVICE, dtype_name
-from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import Precision
+from runner.core import ConversionReport, Precision, fmt, tensor_facts
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.keep_fp32 import KeptInFloat32
 from runner.precision.layers.experts import Experts
@@ -46,7 +43,7 @@ def computation(probe: DtypeProbe, precision: Precision, report: ConversionRepor
     shares: Counter[str] = Counter()
     for (_, _, kind), flops in work.items():
         shares[kind] += flops
-    formats = {kind: format_percent(n / total) for kind, n in shares.most_common() if n}
+    formats = {kind: fmt.format_percent(n / total) for kind, n in shares.most_common() if n}
     texts = [f"{share} {kind}" for kind, share in formats.items()]
     caveats = [*filter(None, [_work_caveat(probe, precision, work)])]
     return Computation(", ".join(texts), [*formats], caveats, _cast_note(probe.model, precision))
@@ -69,7 +66,7 @@ def _work(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> 
             work[module, operator, kind] += flops
     for name in counted:
         rows = probe.input_rows[name] or probe.input_rows[f"{name}.base_layer"]
-        kind = layer_format or dtype_name(precision.compute)
+        kind = layer_format or tensor_facts.dtype_name(precision.compute)
         work[name, "linear", kind] += 2 * layers[name] * rows
     return work
 
@@ -92,11 +89,14 @@ def _converted_elements(model: nn.Module, report: ConversionReport) -> dict[str,
 
 def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     """Return which operators computed too much in other formats than those asked for."""
-    asked = {dtype_name(precision.compute), getattr(precision, "layers_compute_in", "")}
+    asked = {
+        tensor_facts.dtype_name(precision.compute),
+        getattr(precision, "layers_compute_in", ""),
+    }
     # No complex tensor is narrower.
     asked.add("complex128" if precision.storage is torch.float64 else "complex64")
     # Emulated tensor cores give an LSTM's kernel its half operands in float32.
-    accumulates = precision.kernels(probe.model, CPU_DEVICE) == "float32_accumulate"
+    accumulates = precision.kernels(probe.model, tensor_facts.CPU_DEVICE) == "float32_accumulate"
     kept = [n for n, m in probe.model.named_modules() if isinstance(m, KeptInFloat32)]
     # In a storage of 16 bits the model declares them, as T5 does its second products.
     weights = probe.model.named_parameters() if precision.storage.itemsize == 2 else ()
@@ -111,20 +111,20 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
             other[f"{operator} in {kind}"].add(module)
     if flops <= (1 - MIN_ASKED_SHARE) * sum(work.values()):
         return ""
-    places = [f"{name} ({first_names(sorted(modules), 2)})" for name, modules in other.items()]
+    places = [f"{name} ({fmt.first_names(sorted(modules), 2)})" for name, modules in other.items()]
     return (
-        f"{format_percent(flops / sum(work.values()))} of the matrix work was not in "
-        f"{precision.compute_format}: {first_names(places, 3)}."
+        f"{fmt.format_percent(flops / sum(work.values()))} of the matrix work was not in "
+        f"{precision.compute_format}: {fmt.first_names(places, 3)}."
     )
 
 
 def _cast_note(model: nn.Module, precision: Precision) -> str:
     """Return that autocast followed the list of the CPU; empty where it did not run there."""
-    is_on_cpu = any(parameter.device == CPU_DEVICE for parameter in model.parameters())
+    is_on_cpu = any(parameter.device == tensor_facts.CPU_DEVICE for parameter in model.parameters())
     emulate = getattr(precision, "emulate", None)
     if emulate or not is_on_cpu:
         return ""
-    if not isinstance(precision.forward(CPU_DEVICE), torch.autocast):
+    if not isinstance(precision.forward(tensor_facts.CPU_DEVICE), torch.autocast):
         return ""
     text = CPU_CASTS
     if emulate is not None:

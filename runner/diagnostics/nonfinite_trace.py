@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.module_tape import ROOT, ModuleTape
-from runner.core.base.tensors import dtype_name, widest_float
+from runner.core import ModuleTape, tensor_facts
+from runner.core.base.module_tape import ROOT
 
 
 class TracedTensor(NamedTuple):
@@ -41,7 +41,7 @@ class TracedTensor(NamedTuple):
 def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tensor) -> TracedTensor:
     """Return the statistics of a tensor; the host waits for the device."""
     value = value.detach()
-    wide = widest_float(value.device)
+    wide = tensor_facts.widest_float(value.device)
     magnitude = value.abs().to(wide)
     finite = magnitude.isfinite()
     largest = 0.0
@@ -49,7 +49,7 @@ def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tens
     if value.numel():  # max() of an empty tensor raises, and its mean is NaN
         largest = torch.where(finite, magnitude, 0).max().item()
         nonfinite_share = 1 - finite.to(wide).mean().item()
-    name = dtype_name(value.dtype)
+    name = tensor_facts.dtype_name(value.dtype)
     return TracedTensor(phase, module, kind, tensor, name, largest, nonfinite_share)
 
 

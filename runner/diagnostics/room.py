@@ -4,15 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError, Mode, Room, RunSpec
 from runner.core.config.annotations import typed_value
-from runner.core.config.room import Mode, Room
-from runner.core.config.schema import RunSpec, count_problems
+from runner.core.config.schema import count_problems
 
 if TYPE_CHECKING:
-    from runner.core.loop.strategy import Strategy
-    from runner.core.record.checkpoint_file import LoadedCheckpoint
-    from runner.core.run.context import PlannedRun, RunContext, RunOutcome
+    from runner.core import LoadedCheckpoint, PlannedRun, RunContext, RunOutcome, Strategy
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import read_json, write_text
-from runner.core.base.formatting import relative_path
-from runner.core.base.layout import GUARD_FOLDER
-from runner.core.base.secrets import redact_values
-from runner.core.config.invocation import Invocation
-from runner.core.config.schema import RunSpec
+from runner.core import ConfigError, Invocation, RunSpec, files, fmt, layout, secrets
 from runner.data.step_samples import samples_of_step
 from runner.data.stream_loader import DatasetLoader
 
@@ -99,12 +93,12 @@ class BatchSaver:
         micro_batches = [micro for samples in samples_of_steps for micro in samples.micro_batches]
         if not micro_batches and begun is None:
             return _NO_INDICES
-        path = self.folder / GUARD_FOLDER / f"batch-{step:06d}.json"
+        path = self.folder / layout.GUARD_FOLDER / f"batch-{step:06d}.json"
         # The run's own command with debug=replay in place of training: a replay resumes nothing,
         # sweeps nothing and has its own mode.
         dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
         words = [w for w in self.invocation.overrides if not w.lstrip("+~").startswith(dropped)]
-        replay = ["debug=replay", f"batch={relative_path(path)}"]
+        replay = ["debug=replay", f"batch={fmt.relative_path(path)}"]
         command = self.invocation.command_text([*words, *replay])
         content = {
             "why": why,
@@ -121,15 +115,17 @@ class BatchSaver:
             "config": str(self.folder / "config.yaml"),
             "replay": command,
         }
-        text = json.dumps(redact_values(content), indent=1)
+        text = json.dumps(secrets.redact_values(content), indent=1)
         # A list of indices on one line: json.dumps gives each number its own.
         text = re.sub(r"\[[\d,\s]+\]", lambda numbers: "".join(numbers[0].split()), text)
-        saved = self.save_artifact(path, lambda path: write_text(path, text + "\n"), GUARD_FOLDER)
+        saved = self.save_artifact(
+            path, lambda path: files.write_text(path, text + "\n"), layout.GUARD_FOLDER
+        )
         if not saved:
             # The file could not be written: the indices are at least in the message.
             return f"The samples are {micro_batches} of the training set." if micro_batches else ""
         subject = "samples are" if micro_batches else "step is"
-        return f"The {subject} in {relative_path(path)}; to see where it begins:\n{command}"
+        return f"The {subject} in {fmt.relative_path(path)}; to see where it begins:\n{command}"
 
 
 def read_saved_batch(path: Path) -> SavedBatch:
@@ -139,7 +135,7 @@ def read_saved_batch(path: Path) -> SavedBatch:
         ConfigError: the file is missing, or is no saved batch.
     """
     try:
-        content: Mapping[str, Any] = read_json(path)
+        content: Mapping[str, Any] = files.read_json(path)
         first, last = map(int, content["steps"])
         # Checked here: a negative index would silently take a sample from the end of the set.
         micro_batches = [[_index(i) for i in micro] for micro in content["micro_batches"]]
@@ -161,7 +157,7 @@ def read_saved_batch(path: Path) -> SavedBatch:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"batch={path} is no batch that a guard saved ({type(error).__name__}: {error}). "
-            f"Type batch=outputs/runs/<time>/{GUARD_FOLDER}/batch-<step>.json."
+            f"Type batch=outputs/runs/<time>/{layout.GUARD_FOLDER}/batch-<step>.json."
         ) from error
 
 

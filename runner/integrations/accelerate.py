@@ -16,7 +16,7 @@ The record's own calls in a loop:
 
 from typing import Any
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.integrations.loop_record import LoopRecord
 from runner.integrations.training_source import (
     PrecisionRequest,

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.integrations.loop_record import LoopRecord
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import RecordSettings, TrainingSource, watch_method
 

@@ -20,29 +20,30 @@ from uuid import uuid4
 
 import yaml
 
-from runner.core.base.errors import ConfigError, TrackingError
-from runner.core.base.files import (
-    check_links,
-    folder_lock,
-    os_error_reason,
-    write_table,
-    write_text,
+from runner.core import (
+    ConfigError,
+    ConversionReport,
+    EvalRecord,
+    Invocation,
+    RunCallback,
+    RunHandle,
+    RunInfo,
+    RunOutput,
+    RunResult,
+    Tracker,
+    errors,
+    files,
+    fmt,
+    journals,
+    layout,
+    secrets,
+    tensor_facts,
+    terminal,
 )
-from runner.core.base.formatting import now_ms, relative_path
-from runner.core.base.layout import CONFIG, ENVIRONMENT, MANIFEST, RESULT
-from runner.core.base.secrets import redact, redact_values
-from runner.core.base.tensors import MIB, float32_bytes, stored_bytes
-from runner.core.base.terminal import quote_command
-from runner.core.config.invocation import Invocation
 from runner.core.config.schema import leaves
-from runner.core.loop.callback import RunCallback, RunHandle
-from runner.core.loop.records import EvalRecord
-from runner.core.policy.conversion_report import ConversionReport
-from runner.core.record.journal import has_live_owner, latest_journal
 from runner.core.record.record_lines import Status as StoreStatus
-from runner.core.record.tracker import RunInfo, RunOutput, Tracker
 from runner.core.run import run_metadata
-from runner.core.run.result import RunResult, Status
+from runner.core.run.result import Status
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.integrations.steps import StepReader, StepRecords, restore_summary
@@ -159,7 +160,7 @@ class Recorder:
             epoch: passes over the data begun.
             metrics: by names that begin with `val/`.
         """
-        record = EvalRecord(step, now_ms(), epoch, dict(metrics))
+        record = EvalRecord(step, fmt.now_ms(), epoch, dict(metrics))
         if self._run is None:
             self._early_evaluations.append(record)
         elif self._result is None:
@@ -188,8 +189,8 @@ class Recorder:
         if reason:
             self._output.say(f"error: {reason}")
         if self.place.sweep:
-            group = relative_path(self.place.folder.parent)
-            report = quote_command(["python", "-m", "runner", "report", group])
+            group = fmt.relative_path(self.place.folder.parent)
+            report = terminal.quote_command(["python", "-m", "runner", "report", group])
             self._output.say(f"report of the group: {report}")
 
     def _open(self) -> "OpenRun":
@@ -201,7 +202,7 @@ class Recorder:
         run = OpenRun(source, self.settings, self.place, dtypes, self._output)
         # MLflow's page shows a table of the dtypes in which each module stores and computes.
         path = self.place.folder / DTYPES_FILE
-        if rows and self._output.save_artifact(path, lambda path: write_table(path, rows)):
+        if rows and self._output.save_artifact(path, lambda path: files.write_table(path, rows)):
             self._output.tracker.tags(tables_tag(DTYPES_FILE))
         for record in self._early_evaluations:
             run.add_evaluation(record)
@@ -209,7 +210,9 @@ class Recorder:
         if not dtypes.is_observed:
             unobserved = "; its dtypes were not seen (a compiled model, FP8, no step), so this is "
             unobserved += "what was asked for"
-        self._output.say(f"recording {run.label} in {relative_path(self.place.folder)}{unobserved}")
+        self._output.say(
+            f"recording {run.label} in {fmt.relative_path(self.place.folder)}{unobserved}"
+        )
         if run.substitution:
             self._output.say(f"warning: {run.substitution}")
         return run
@@ -279,7 +282,7 @@ class OpenRun:
             "arguments": source.arguments,
         }
         # The trainers' settings hold enums, paths and objects, which are written as their text.
-        config = redact_values(json.loads(json.dumps(content, default=str)))
+        config = secrets.redact_values(json.loads(json.dumps(content, default=str)))
         library, _, version = source.version_text.partition(" ")
         environment = run_metadata.environment_facts(Invocation())
         environment["command"] = process_command()
@@ -290,10 +293,10 @@ class OpenRun:
         info = RunInfo(folder, params, self._tags(), self.label, place.sweep)
         info = replace(info, continues=place.earlier, step=source.start_step)
         self.output.tracker.open(info)
-        self._note(notes.running_note(quote_command(process_command())))
+        self._note(notes.running_note(terminal.quote_command(process_command())))
         text = yaml.safe_dump(config, sort_keys=False)
-        self.output.save_artifact(folder / CONFIG, lambda path: write_text(path, text))
-        self.output.save_json(ENVIRONMENT, environment)
+        self.output.save_artifact(folder / layout.CONFIG, lambda path: files.write_text(path, text))
+        self.output.save_json(layout.ENVIRONMENT, environment)
 
     def _tags(self) -> dict[str, str]:
         tags = {
@@ -355,7 +358,7 @@ class OpenRun:
             label=self.label,
             folder=str(self.place.folder),
             status=status,
-            error=redact(error),
+            error=secrets.redact(error),
             group=self.label,
             settings=[self.settings.name or self.source.trainer],
             seed=source.seed,
@@ -366,10 +369,10 @@ class OpenRun:
             direction=self.settings.direction,
             planned_steps=source.planned_steps,
             peak_memory_mib=source.accelerator.peak_memory_mib(),
-            weights_mib=stored_bytes(source.model) / MIB,
-            plain_weights_mib=float32_bytes(source.model) / MIB,
+            weights_mib=tensor_facts.stored_bytes(source.model) / tensor_facts.MIB,
+            plain_weights_mib=tensor_facts.float32_bytes(source.model) / tensor_facts.MIB,
             seconds=seconds,
-            tracking_uri=redact(getattr(self.output.tracker, "uri", "")) or None,
+            tracking_uri=secrets.redact(getattr(self.output.tracker, "uri", "")) or None,
             experiment=getattr(self.output.tracker, "experiment", ""),
             **values,
         )
@@ -388,7 +391,7 @@ class OpenRun:
         folder = self.place.folder
         self.metrics |= record.metrics
         self.output = replace(self.output, tracker=new_tracker(self.settings))
-        earlier = latest_journal(folder)
+        earlier = journals.latest_journal(folder)
         info = RunInfo(folder, name=self.label, sweep=self.place.sweep, continues=earlier)
         self.output.tracker.open(info)
         self.output.tracker.log_metrics([(record.step, record.time_ms, record.metrics)])
@@ -396,10 +399,10 @@ class OpenRun:
 
     def _close(self, result: RunResult) -> RunResult:
         """Write and upload the result, close the run, and return the result with its place."""
-        command = quote_command(process_command())
+        command = terminal.quote_command(process_command())
         status = _STATUS[result.status]
         result.log_cost(self.output.tracker)
-        path = self.place.folder / RESULT
+        path = self.place.folder / layout.RESULT
         self.output.save_artifact(path, lambda path: result.write(path.parent))
         note = notes.finished_note(command, result, ConversionReport())
         if result.error:
@@ -410,7 +413,7 @@ class OpenRun:
         self.output.tracker.close(status, result.error or None)
         try:
             self.output.tracker.check()
-        except TrackingError as refusal:
+        except errors.TrackingError as refusal:
             self.output.say(f"warning: {refusal}")
         result = result.with_store_ids(self.output.tracker)
         with suppress(OSError):
@@ -452,8 +455,8 @@ def choose_place(settings: RecordSettings, start_step: int) -> RunPlace:
             parent.mkdir(parents=True, exist_ok=True)
             group_run = None
             # Two trainers may begin a group at once.
-            with folder_lock(parent, wait=True):
-                if not (parent / MANIFEST).exists():
+            with files.folder_lock(parent, wait=True):
+                if not (parent / layout.MANIFEST).exists():
                     group_run = _open_group(parent, settings)
             folder = _make_first(parent, map(str, count()))
             return RunPlace(folder, Manifest.read(parent).id, group_run=group_run)
@@ -463,7 +466,8 @@ def choose_place(settings: RecordSettings, start_step: int) -> RunPlace:
         return _place_in_folder(Path(settings.folder), start_step)
     except OSError as error:
         raise ConfigError(
-            f"the run's folder takes no files: {error.filename}: {os_error_reason(error)}. Make "
+            f"the run's folder takes no files: {error.filename}: "
+            f"{files.os_error_reason(error)}. Make "
             "room, or type folder=<another folder>."
         ) from error
 
@@ -484,12 +488,12 @@ def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
     Raises:
         ConfigError: the folder holds a run that is recorded at the moment, or not resumed.
     """
-    check_links(folder)
+    files.check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    earlier = latest_journal(folder)
+    earlier = journals.latest_journal(folder)
     if earlier is None:
         return RunPlace(folder)
-    if has_live_owner(earlier):
+    if journals.has_live_owner(earlier):
         raise ConfigError(
             f"folder={folder}: another run is being recorded there. Type another folder, or leave "
             "folder= out."
@@ -505,13 +509,13 @@ def _place_in_folder(folder: Path, start_step: int) -> RunPlace:
 def _open_group(parent: Path, settings: RecordSettings) -> Tracker:
     """Write a group's manifest, and open the parent run of its runs; return its tracker."""
     # Finished, because nothing of it can be run again by `sweep.resume`.
-    manifest = Manifest(uuid4().hex[:12], process_command(), began_ms=now_ms(), finished=True)
+    manifest = Manifest(uuid4().hex[:12], process_command(), began_ms=fmt.now_ms(), finished=True)
     # First, because it may refuse the store: a manifest would stay without its parent run.
     tracker = new_tracker(settings)
     manifest.write(parent)
     tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
     tracker.open(RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep"))
-    words = ["python", "-m", "runner", "report", relative_path(parent)]
-    report = markdown_code(quote_command(words))
+    words = ["python", "-m", "runner", "report", fmt.relative_path(parent)]
+    report = markdown_code(terminal.quote_command(words))
     tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")
     return tracker

@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from runner.core.base.errors import ConfigError, TrackingError
-from runner.core.base.formatting import now_ms
-from runner.core.loop.callback import RunCallback, RunHandle, dispatch
-from runner.core.loop.records import DeviceStepRecord, EvalRecord, Record, RecordBuffer
-from runner.core.loop.state import TrainState
+from runner.core import ConfigError, EvalRecord, RunCallback, RunHandle, TrainState, errors, fmt
+from runner.core.loop.callback import dispatch
+from runner.core.loop.records import DeviceStepRecord, Record, RecordBuffer
 from runner.core.policy.gradients import finish_gradients, grad_norms, gradients_of
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.tracking.history import Curve
@@ -137,7 +135,7 @@ class StepReader:
             found_inf = (scale_value(self.scaler) < self._scale).float()
         record = DeviceStepRecord(
             step=step,
-            time_ms=now_ms(),
+            time_ms=fmt.now_ms(),
             epoch=epoch,
             lr=self._lr,
             ended_at=time.perf_counter(),
@@ -242,7 +240,7 @@ class StepRecords:
     def _dispatch(self, record: Record) -> None:
         try:
             dispatch(self.callbacks, record, self.handle)
-        except TrackingError as error:
+        except errors.TrackingError as error:
             # The training is another trainer's: its steps are worth more than their record.
             if not self._has_warned:
                 log.warning("%s Training continues.", error)

@@ -20,12 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.core.base.accelerator import Accelerator
-from runner.core.base.errors import ConfigError, Unavailable, refuse
-from runner.core.base.tensors import dtype_name
-from runner.core.loop.state import ScheduledOptimizer, TrainState
-from runner.core.policy.loss_scale import LossScale, NoLossScale
-from runner.core.record.metric_names import VAL_LOSS
+from runner.core import (
+    VAL_LOSS,
+    ConfigError,
+    LossScale,
+    NoLossScale,
+    ScheduledOptimizer,
+    TrainState,
+    Unavailable,
+    accelerators,
+    refuse,
+    tensor_facts,
+)
 from runner.integrations.steps import scale_value
 from runner.precision.registry import load_precision, precision_names
 from runner.training.tasks.model_loss import ModelLoss
@@ -176,7 +182,7 @@ def step_dtypes(
     """
     elements: Counter[str] = Counter()
     for param in model.parameters():
-        elements[dtype_name(param.dtype)] += param.numel()
+        elements[tensor_facts.dtype_name(param.dtype)] += param.numel()
     stores = elements.most_common(1)[0][0] if elements else "float32"
     counts = Counter(name for row in rows for name in row["computes"].split())
     if not counts or request.label in _UNSEEN_LABELS:
@@ -257,10 +263,10 @@ class TrainingSource:
         return f"{self.trainer} {version(package)}"
 
     @property
-    def accelerator(self) -> Accelerator:
+    def accelerator(self) -> accelerators.Accelerator:
         """Return the device of the model's first parameter."""
         first = next(self.model.parameters(), torch.empty(0))
-        return Accelerator(first.device)
+        return accelerators.Accelerator(first.device)
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:

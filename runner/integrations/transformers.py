@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.integrations.recorder import Recorder
 from runner.integrations.training_source import (
     PrecisionRequest,

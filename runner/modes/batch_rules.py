@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import dtype_name
-from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core import ConfigError, KeywordInputs, PositionalInputs, tensor_facts
 from runner.core.loop.model_call import takes_fields
 from runner.modes.error_rules import (
     LIBRARIES,
@@ -306,7 +304,7 @@ of the error suggests; the last row always applies."""
 def _kind(value: Any) -> str:
     """Return a value in words: dtype and shape of a tensor, the parts of a structure."""
     if isinstance(value, Tensor):
-        return f"{dtype_name(value.dtype)} {_shape(value)}"
+        return f"{tensor_facts.dtype_name(value.dtype)} {_shape(value)}"
     # The names of the containers of a batch say nothing to a user.
     name = {KeywordInputs: "dict", PositionalInputs: "list"}.get(type(value), type(value).__name__)
     if isinstance(value, Mapping):

@@ -26,22 +26,29 @@ from runner.config.messages import dotted_keys
 from runner.config.overrides import DTYPE_PRECISIONS, path_exists
 from runner.config.resolve import resolve_spec
 from runner.config.trusted_targets import SavedConfig, folder_config
-from runner.core.base.accelerator import choose_accelerator
-from runner.core.base.errors import ConfigError, Unavailable
-from runner.core.base.files import interpolation_problem, read_json
-from runner.core.base.formatting import now_ms, relative_path
-from runner.core.base.layout import CONFIG, RESULT
-from runner.core.base.random_state import seed_all
+from runner.core import (
+    Batch,
+    ConfigError,
+    ConversionPlan,
+    ConversionReport,
+    Invocation,
+    LoadedCheckpoint,
+    PlannedRun,
+    RunContext,
+    RunOutcome,
+    RunSpec,
+    TrainingSetup,
+    TrainState,
+    Unavailable,
+    accelerators,
+    files,
+    fmt,
+    layout,
+    random_streams,
+    targets,
+)
 from runner.core.config.annotations import typed_value
-from runner.core.config.invocation import Invocation
-from runner.core.config.schema import PRECISION_ALIASES, RunSpec
-from runner.core.config.targets import build_group
-from runner.core.loop.batches import Batch
-from runner.core.loop.state import TrainState
-from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import ConversionPlan
-from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import PlannedRun, RunContext, RunOutcome, TrainingSetup
+from runner.core.config.schema import PRECISION_ALIASES
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
@@ -131,7 +138,7 @@ def diff(run: RunContext) -> RunOutcome:
         comparison = _Comparison(run, reference)
         for step in comparison.compared_steps():
             _warn_of_other_loss(run, reference, step)
-            run.tracker.log_metrics([(step.step, now_ms(), metrics(step))])
+            run.tracker.log_metrics([(step.step, fmt.now_ms(), metrics(step))])
     name = f"{run.precision.name} {reference.own}".rstrip()
     report = DivergenceReport(name, reference.label, comparison.steps)
     run.say(report.sentence)
@@ -211,7 +218,9 @@ class _Comparison:
     def compared_steps(self) -> Iterator[StepComparison]:
         """Train the reference up to each of the steps, and yield what is found there."""
         spec = self._reference.spec
-        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
+        device = accelerators.choose_accelerator(
+            spec.accelerator.name, spec.accelerator.index
+        ).device
         steps = sorted({*self._run.spec.section(DiffSpec).steps})
         start = None
         if self._reference.run is not None:
@@ -219,7 +228,7 @@ class _Comparison:
         if steps[0] > 1:
             # The run's own model is built once, before the reference is trained, which may take
             # long: its precision may convert no layer of it.
-            seed_all(self._run.spec.seed)
+            random_streams.seed_all(self._run.spec.seed)
             # No forward follows that would refuse what experts there may be.
             finding = ConversionPlan(finds_experts=True)
             build_model(self._run.spec, self._run.precision, self._run.device, plan=finding)
@@ -285,7 +294,7 @@ class _Comparison:
         spec = run.spec
         precision = run.precision
         setup = TrainingSetup(spec, precision, run.task, run.device)
-        seed_all(spec.seed)
+        random_streams.seed_all(spec.seed)
         start = None
         if state.step:
             content = checkpoint_state_dict(state, self._reference.spec)
@@ -341,7 +350,7 @@ def run_reference(spec: RunSpec, invocation: Invocation) -> DiffReference | None
     if folder is None:
         return None
     run_spec = diffed_run_spec(spec, invocation, folder)
-    label = f"{run_spec.precision['name']} of {relative_path(folder)}"
+    label = f"{run_spec.precision['name']} of {fmt.relative_path(folder)}"
     # Without the values of the precision and the accelerator, which the executions' names say.
     hidden = ("precision.", "accelerator.")
     keys = [
@@ -403,7 +412,7 @@ def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
     """Return a dump as the reference, and the execution here that shows what rounding explains: in
     the precision that the dump was written in, emulated where this device lacks it."""
     saved = dump_precision(path)
-    problem = interpolation_problem(saved)
+    problem = files.interpolation_problem(saved)
     if problem:
         raise ConfigError(f"against={path} {problem}.")
     name = saved.get("name")
@@ -415,9 +424,9 @@ def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
         key: value for key, value in saved.items() if "_target_" not in json.dumps({key: value})
     }
     node |= {key: value for key, value in plain.items() if key in node}
-    device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
+    device = accelerators.choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
     try:
-        build_group("precision", node).require(device)
+        targets.build_group("precision", node).require(device)
     except Unavailable as error:
         if "emulate" not in node:
             raise ConfigError(
@@ -470,7 +479,7 @@ def run_folder_of(spec: RunSpec) -> Path | None:
     where it names something else."""
     text = spec.value("against") or ""
     if path_exists(text):
-        return Path(text) if (Path(text) / CONFIG).is_file() else None
+        return Path(text) if (Path(text) / layout.CONFIG).is_file() else None
     if len(text) == 32 and text.isalnum():
         return locate.resolve_path(text, spec.tracking.get("uri"), "against")
     return None
@@ -502,7 +511,7 @@ def plan_diff(plan: PlannedRun) -> PlannedRun:
     config = SavedConfig(run_spec.to_dict(), folder, "against", is_signed=True)
     names: Any = {}
     with suppress(OSError, ValueError):  # a run that was killed has no result
-        names = read_json(folder / RESULT)
+        names = files.read_json(folder / layout.RESULT)
     if not isinstance(names, dict):
         names = {}
     choices = {key: names.get(key, "") for key in RUN_KEYS if key not in typed}

@@ -18,11 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.core.base.formatting import first_names
-from runner.core.base.modules import matches_pattern, outermost_names
-from runner.core.base.tensors import dtype_name
-from runner.core.loop.task import Task
-from runner.core.policy.precision import Precision
+from runner.core import Precision, Task, fmt, module_tree, tensor_facts
 from runner.precision.conversion import is_converted
 from runner.precision.emulation.cpu_kernels import choose_kernels
 from runner.precision.keep_fp32 import KeptInFloat32, keep_in_float32
@@ -163,8 +159,12 @@ class Failure:
         # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
         patterns = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): None for name in names}
         modules = [name for name, _ in self.model.named_modules() if name]
-        matched = {name for name in modules for p in patterns if matches_pattern(p, name)}
-        if len(patterns) == len(names) or outermost_names(matched) != outermost_names(names):
+        matched = {
+            name for name in modules for p in patterns if module_tree.matches_pattern(p, name)
+        }
+        if len(patterns) == len(names) or module_tree.outermost_names(
+            matched
+        ) != module_tree.outermost_names(names):
             patterns = dict.fromkeys(names)
         typed = ",".join([*map(str, self.precision.keep_fp32), *patterns])
         return f"type precision.keep_fp32=[{typed}]" if names else ""
@@ -324,14 +324,15 @@ def _unconverted_parameters(failure: Failure) -> str:
     }
     if not unconverted:
         return ""
-    dtypes = sorted({dtype_name(dtype) for dtype in unconverted.values()})
-    named = first_names([*unconverted], 3)
+    dtypes = sorted({tensor_facts.dtype_name(dtype) for dtype in unconverted.values()})
+    named = fmt.first_names([*unconverted], 3)
     compute = ""
     if len(dtypes) == 1 and {*unconverted.values()} <= {*_HALVES} - {precision.compute}:
         compute = f"type precision.compute_dtype={dtypes[0]}"
     return (
         f"precision={precision.name} leaves what it does not convert as the model was built, here "
-        f"{' and '.join(dtypes)} ({named}), and computes in {dtype_name(precision.compute)}. "
+        f"{' and '.join(dtypes)} ({named}), and computes in "
+        f"{tensor_facts.dtype_name(precision.compute)}. "
         + _alternatives(
             "build the model in float32 (end its constructor with self.float())", compute
         )
@@ -342,7 +343,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
     (
         matches("without overflow"),
         lambda f: (
-            f"A constant in the model is beyond the range of {dtype_name(f.precision.compute)}, "
+            "A constant in the model is beyond the range of "
+            f"{tensor_facts.dtype_name(f.precision.compute)}, "
             f"which ends at {torch.finfo(f.precision.compute).max:.5g}. "
             + _alternatives(
                 f"write torch.finfo(x.dtype).min in {f.forward} in place of a mask's -1e9",

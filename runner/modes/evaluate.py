@@ -13,15 +13,19 @@ from typing import Any
 import torch
 
 from runner.config.trusted_targets import checkpoint_config
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import first_names, now_ms
-from runner.core.base.random_state import saved_forward_state
+from runner.core import (
+    ConfigError,
+    LoadedCheckpoint,
+    PlannedRun,
+    RunContext,
+    RunOutcome,
+    TrainState,
+    checkpoint_file,
+    fmt,
+    random_streams,
+)
 from runner.core.config.instantiation import TASK_KEYS
 from runner.core.loop.loop import evaluate_sets, evaluation_mode
-from runner.core.loop.state import TrainState
-from runner.core.record import checkpoint_file
-from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import PlannedRun, RunContext, RunOutcome
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -123,7 +127,7 @@ def evaluate_checkpoint(
     if rate is not None:
         values["perf/examples_per_second"] = rate
     content = saved.content
-    run.tracker.log_metrics([(content["step"], now_ms(), values)])
+    run.tracker.log_metrics([(content["step"], fmt.now_ms(), values)])
     for name, value in metrics.items():
         if not math.isfinite(value):
             run.say(f"warning: {name} is {value}: the weights, or this precision, diverge.")
@@ -145,7 +149,7 @@ def _compile_for_batches(state: TrainState, validation: DatasetLoader) -> None:
     # The last batch may hold fewer examples, which is a shape of its own. Where a stream has its
     # last batch is not known.
     last = 0 if isinstance(validation, StreamLoader) else len(validation) - 1
-    with saved_forward_state(state.plain_model, state.device):
+    with random_streams.saved_forward_state(state.plain_model, state.device):
         for start in {0, last}:
             inputs, _ = next(validation.epoch(0, start * validation.batch_size))
             with (
@@ -197,7 +201,7 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     if metrics and reasons:
         run.say(
             "warning: the checkpoint's own metrics cannot be compared, for they are of other "
-            f"settings: {first_names(reasons, 3, '; ')}. Give these keys the run's values."
+            f"settings: {fmt.first_names(reasons, 3, '; ')}. Give these keys the run's values."
         )
         metrics = {}
     before = content.get("device", run.device_name)

@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.core.base.errors import RunnerError
-from runner.core.base.modules import set_training
-from runner.core.base.random_state import make_deterministic, saved_forward_state, seed_all
-from runner.core.base.secrets import redact
-from runner.core.config.schema import RunSpec
-from runner.core.loop.model_call import call_model
-from runner.core.loop.state import TrainState
-from runner.core.policy.precision import ConversionPlan
-from runner.core.record import checkpoint_file
-from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import RunContext, TrainingSetup
-from runner.core.run.result import RunResult
+from runner.core import (
+    ConversionPlan,
+    LoadedCheckpoint,
+    RunContext,
+    RunnerError,
+    RunResult,
+    RunSpec,
+    TrainingSetup,
+    TrainState,
+    call_model,
+    checkpoint_file,
+    module_tree,
+    random_streams,
+    secrets,
+)
 from runner.data.sampling import restored_random_state
 from runner.precision.casting import CastCacheWatch
 from runner.precision.conversion_proof import prove_model
@@ -114,7 +117,7 @@ def build_proven_model(
     proof = prove_model(precision, _trial(setup, built, inputs))
     if proof.needs_rebuild:
         del built  # else both models would be in memory
-        seed_all(setup.spec.seed)
+        random_streams.seed_all(setup.spec.seed)
         built = _build(setup, make, proof.plan, saved)
         proof = prove_model(precision, _trial(setup, built, inputs), is_rebuilt=True)
     return built._replace(plan=proof.plan, report=proof.report)
@@ -161,13 +164,13 @@ def _completes_forward(
     precision = setup.precision
     completed = False
     # Batch norm and FP8 layers change buffers in a forward, and dropout draws random numbers.
-    with saved_forward_state(model, setup.device):
+    with random_streams.saved_forward_state(model, setup.device):
         try:
             first = precision.cast(inputs(), plan)
             # In evaluation mode, so that no statistics of the first batch get into the model.
             model.eval()
             if trains:
-                set_training(model)
+                module_tree.set_training(model)
             with (
                 torch.no_grad(),
                 precision.session(model, setup.device),
@@ -213,9 +216,9 @@ def read_initial_weights(spec: RunSpec) -> LoadedCheckpoint | None:
 def prepare_process(run: RunContext) -> None:
     """Seed the generators and set the process's switches, before anything is built."""
     run.accelerator.reset_peak_memory()
-    seed_all(run.spec.seed)
+    random_streams.seed_all(run.spec.seed)
     if run.spec.deterministic:
-        make_deterministic()
+        random_streams.make_deterministic()
     torch.set_anomaly_enabled(run.spec.debug.anomaly)
 
 
@@ -250,7 +253,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         quality=run.task.quality,
         direction=run.task.direction,
         seconds=seconds,
-        tracking_uri=redact(getattr(run.tracker, "uri", "")) or None,
+        tracking_uri=secrets.redact(getattr(run.tracker, "uri", "")) or None,
         experiment=getattr(run.tracker, "experiment", ""),
         **summary,
     )

@@ -9,13 +9,18 @@ from contextlib import closing, nullcontext
 from rich.table import Table
 from torch import nn
 
-from runner.core.base.formatting import format_number
-from runner.core.base.modules import select_modules, set_training
-from runner.core.base.random_state import seed_all
-from runner.core.base.tensors import dtype_name
-from runner.core.loop.step import backpropagate, examples_in, loss_of
+from runner.core import (
+    RunContext,
+    TrainingSetup,
+    backpropagate,
+    fmt,
+    loss_of,
+    module_tree,
+    random_streams,
+    tensor_facts,
+)
+from runner.core.loop.step import examples_in
 from runner.core.policy.conversion_report import ModuleConversion
-from runner.core.run.context import RunContext, TrainingSetup
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import Probe
@@ -55,13 +60,13 @@ def explain(run: RunContext) -> None:
     with closing(train_loader):
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
-        seed_all(spec.seed)
+        random_streams.seed_all(spec.seed)
         setup = TrainingSetup(spec, precision, run.task, device)
         built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
         snapshots: list[NumericsSnapshot] = []
         # A pattern selects the modules inside those that it names, too.
-        names = select_modules("explain", [pattern], modules)
+        names = module_tree.select_modules("explain", [pattern], modules)
         with precision.session(built.model, device):
             try_batch(run, state, train_loader, says_layout=False)
             prepare_model(spec, precision, device, built.model)
@@ -69,14 +74,14 @@ def explain(run: RunContext) -> None:
             has_experts = bool(stack_names(built.model))
             numbers = Probe(state, snapshots.append) if has_experts else nullcontext()
             with DtypeProbe(built.model) as probe, numbers:
-                set_training(state.model)
+                module_tree.set_training(state.model)
                 loss = loss_of(state, *batch)
                 # Where weights are frozen, nothing may have a gradient.
                 if loss.requires_grad:
                     backpropagate(state, state.scale.multiply(loss))
     weights = spec.init.weights or f"seed {spec.seed}"
     run.console.print(f"{pattern}: {run.label}, {run.accelerator.name}", markup=False)
-    number = format_number(loss.item())
+    number = fmt.format_number(loss.item())
     run.say(f"first batch of {examples_in(batch)}, weights of {weights}: loss {number}")
     if not built.report.modules:
         run.console.print(
@@ -99,13 +104,13 @@ def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterat
     """Yield for each format the expert of the chosen modules whose weight it changes most, and what
     to type to spare it."""
     layers: dict[str, None] = {}
-    for fmt in FORMATS:
+    for narrow in FORMATS:
         ranked = []
         for stats in snapshot.measured:
             stack, bracket, _ = stats.module.rpartition("[")
             layer = stack.rpartition(".")[0]
             # None where rounding changes nothing.
-            sqnr_db = stats.formats[fmt].sqnr_db
+            sqnr_db = stats.formats[narrow].sqnr_db
             if bracket and stats.kind == "weights" and layer in chosen and sqnr_db is not None:
                 ranked.append((sqnr_db, stats.module, layer))
         if not ranked:
@@ -115,8 +120,8 @@ def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterat
         middle, _, _ = ranked[len(ranked) // 2]
         layers[layer] = None
         yield (
-            f"{fmt} hurts the weight of expert {name} most: SQNR {worst:.1f} dB, of the middle one "
-            f"of {len(ranked)} {middle:.1f} dB"
+            f"{narrow} hurts the weight of expert {name} most: SQNR {worst:.1f} dB, of the "
+            f"middle one of {len(ranked)} {middle:.1f} dB"
         )
     if layers:
         yield (
@@ -174,7 +179,7 @@ def _stored_formats(module: nn.Module) -> str:
         elif key == "weight" and isinstance(own_format, WeightFormat):
             formats.add(own_format.label)
         else:
-            formats.add(dtype_name(parameter.dtype))
+            formats.add(tensor_facts.dtype_name(parameter.dtype))
     return " ".join(sorted(formats))
 
 

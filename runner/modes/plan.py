@@ -8,19 +8,15 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from runner.core.base.files import write_json
-from runner.core.base.random_state import seed_all
-from runner.core.base.tensors import (
-    GIB,
-    MIB,
-    count_elements,
-    dtype_name,
-    stored_bytes,
-    tensor_bytes,
+from runner.core import (
+    ConversionPlan,
+    Precision,
+    RunContext,
+    RunSpec,
+    files,
+    random_streams,
+    tensor_facts,
 )
-from runner.core.config.schema import RunSpec
-from runner.core.policy.precision import ConversionPlan, Precision
-from runner.core.run.context import RunContext
 from runner.diagnostics.memory.forecast import (
     MAX_FORECAST_BATCH_SIZE,
     USABLE_MEMORY_SHARE,
@@ -54,7 +50,7 @@ def plan(run: RunContext) -> None:
     spec = run.spec
     precision = run.precision
     device = run.accelerator.device
-    seed_all(spec.seed)
+    random_streams.seed_all(spec.seed)
     start = read_initial_weights(spec)
     found = find_experts(spec, precision, device)
     built = build_on_meta(partial(build_model, spec, precision, start=start), found)
@@ -74,7 +70,7 @@ def plan(run: RunContext) -> None:
         run.console.print(line)
     if report.modules:
         run.say("not proven: no batch was run, so layers that the model never calls count, too")
-    write_json(run.out / "conversion.json", report.to_list())
+    files.write_json(run.out / "conversion.json", report.to_list())
     kept = [n for n, m in model.named_modules() if isinstance(m, KeptInFloat32)]
     if kept:
         run.console.print(f"kept in float32: {', '.join(kept)}", markup=False)
@@ -85,27 +81,29 @@ def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:
     model = built.model
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     trainable = list(named.values())
-    elements = sum(map(count_elements, model.parameters()))
+    elements = sum(map(tensor_facts.count_elements, model.parameters()))
     update = run.precision.update
     parts = parameters_by_optimizer(run.spec.optimizer, model, named)
     state = sum(_state_bytes(key, node, params, model, update) for key, node, params in parts)
-    weights = stored_bytes(model)
-    grads = tensor_bytes(*trainable)
+    weights = tensor_facts.stored_bytes(model)
+    grads = tensor_facts.tensor_bytes(*trainable)
     if run.spec.train.accumulate > 1 and run.spec.train.accumulate_float32:
-        grads += sum(2 * count_elements(p) for p in trainable if p.itemsize == 2)
+        grads += sum(2 * tensor_facts.count_elements(p) for p in trainable if p.itemsize == 2)
     scale = run.precision.scale(torch.device("cpu")).value
     train = run.spec.train
     length = f"{train.max_steps} steps" if train.max_steps else f"{train.epochs} epochs"
+    trained = sum(map(tensor_facts.count_elements, trainable))
+    mib = tensor_facts.MIB
     return {
         "device": run.accelerator.name,
         "stored in": _dtypes(model),
         "computed in": run.precision.compute_format,
         "loss scale": "none" if scale is None else f"from {scale.item():g}",
-        "parameters": f"{elements:,} ({sum(map(count_elements, trainable)):,} trainable)",
-        "weights and buffers": f"{weights / MIB:.1f} MiB (float32: {built.plain_bytes / MIB:.1f})",
-        "gradients": f"{grads / MIB:.1f} MiB",
-        "optimizer state": f"{state / MIB:.1f} MiB",
-        "before activations": f"{(weights + grads + state) / MIB:.1f} MiB",
+        "parameters": f"{elements:,} ({trained:,} trainable)",
+        "weights and buffers": f"{weights / mib:.1f} MiB (float32: {built.plain_bytes / mib:.1f})",
+        "gradients": f"{grads / mib:.1f} MiB",
+        "optimizer state": f"{state / mib:.1f} MiB",
+        "before activations": f"{(weights + grads + state) / mib:.1f} MiB",
         "batch": f"{train.batch_size} x {train.accumulate} micro-batches per step",
         "length": length,
     }
@@ -123,12 +121,12 @@ def _peak_rows(
         largest = largest_fitting_batch(forecast, batch_size, USABLE_MEMORY_SHARE * free)
     except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
-    parts = [f"{name} {size / MIB:.1f}" for name, size in peak._asdict().items()]
+    parts = [f"{name} {size / tensor_facts.MIB:.1f}" for name, size in peak._asdict().items()]
     # The search stops there, so a larger batch may fit, too.
     more = " or more" if largest == MAX_FORECAST_BATCH_SIZE else ""
-    share = f"in {USABLE_MEMORY_SHARE:g} of the {free / GIB:.1f} GiB that are free"
+    share = f"in {USABLE_MEMORY_SHARE:g} of the {free / tensor_facts.GIB:.1f} GiB that are free"
     rows = {
-        "peak of a step": f"{peak.total / MIB:.1f} MiB",
+        "peak of a step": f"{peak.total / tensor_facts.MIB:.1f} MiB",
         "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
         "largest batch": f"{'none' if largest is None else largest}{more} {share}",
     }
@@ -143,9 +141,9 @@ def _dtypes(model: nn.Module) -> str:
     for p in model.parameters():
         # Packed 4-bit weights are uint8; quant_state names the format of bitsandbytes' ones.
         packed = getattr(p, "quant_state", None)
-        plain_name = "4-bit codes" if p.dtype is torch.uint8 else dtype_name(p.dtype)
+        plain_name = "4-bit codes" if p.dtype is torch.uint8 else tensor_facts.dtype_name(p.dtype)
         name = packed.quant_type if packed else plain_name
-        counts[name] = counts.get(name, 0) + count_elements(p)
+        counts[name] = counts.get(name, 0) + tensor_facts.count_elements(p)
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(counts.items()))
 
 
@@ -173,7 +171,9 @@ def _state_bytes(
     except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
         return _probed_bytes(key, node, params, update)
     values = [value for state in optimizer.state.values() for value in state.values()]
-    return tensor_bytes(*(value for value in values if isinstance(value, torch.Tensor)))
+    return tensor_facts.tensor_bytes(
+        *(value for value in values if isinstance(value, torch.Tensor))
+    )
 
 
 def _probed_bytes(
@@ -199,6 +199,6 @@ def _probed_bytes(
         # A tensor of one element, a step count, does not grow with the parameter.
         values = [v for v in optimizer.state[probe].values() if isinstance(v, torch.Tensor)]
         state = [value for value in values if value.numel() > 1]
-        per_element = tensor_bytes(*state) / probe.numel()
+        per_element = tensor_facts.tensor_bytes(*state) / probe.numel()
         total += int(per_element * sum(p.numel() for p in params if p.dtype is dtype))
     return total

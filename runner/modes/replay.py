@@ -17,28 +17,35 @@ import torch
 from rich.table import Table
 
 from runner.config.trusted_targets import folder_config
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import format_number
-from runner.core.base.modules import set_training
-from runner.core.base.random_state import make_deterministic, rng_state, seed_all, set_rng_state
-from runner.core.base.tensors import MIB, float32_bytes
-from runner.core.config.invocation import Invocation
-from runner.core.config.schema import RunSpec
-from runner.core.config.targets import build_group
-from runner.core.loop.batches import Batch
+from runner.core import (
+    Batch,
+    ConfigError,
+    Invocation,
+    LoadedCheckpoint,
+    PlannedRun,
+    Precision,
+    RunContext,
+    RunSpec,
+    Task,
+    TrainingSetup,
+    TrainState,
+    backpropagate,
+    checkpoint_file,
+    fmt,
+    loss_of,
+    module_tree,
+    random_streams,
+    targets,
+    tensor_facts,
+    train_step,
+)
 from runner.core.loop.loop import (
     accumulation_batches,
     evaluate_sets,
     is_evaluation_step,
     total_steps,
 )
-from runner.core.loop.state import TrainState
-from runner.core.loop.step import backpropagate, examples_in, loss_of, train_step
-from runner.core.loop.task import Task
-from runner.core.policy.precision import Precision
-from runner.core.record import checkpoint_file
-from runner.core.record.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
-from runner.core.run.context import PlannedRun, RunContext, TrainingSetup
+from runner.core.loop.step import examples_in
 from runner.data.build import build_data, build_run_loaders
 from runner.data.step_samples import saved_batches
 from runner.data.stream_loader import DatasetLoader, StreamLoader
@@ -129,7 +136,7 @@ def replay(run: RunContext) -> None:
     samples = sum(map(len, saved.micro_batches)) or sum(map(examples_in, start.batches))
     console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
     for label, result in results.items():
-        console.print(f"loss in {label}: {format_number(result.loss)}")
+        console.print(f"loss in {label}: {fmt.format_number(result.loss)}")
     plain_rows = {row.key: row for _, result in others for row in result.rows}
     spot = first_nonfinite(ours.rows)
     if spot is not None:
@@ -158,7 +165,7 @@ def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
         checkpoint = LoadedCheckpoint(
             Path(spec.value("batch") or ""), checkpoint_state_dict(state, run_spec)
         )
-        rng = rng_state(run.device)
+        rng = random_streams.rng_state(run.device)
         for name, parameter in state.plain_model.named_parameters():
             if parameter.is_floating_point() and not parameter.isfinite().all():
                 run.say(f"warning: {name} is not finite before the step, by an earlier update.")
@@ -209,7 +216,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
     spec = run.spec
     device = run.device
     checkpoint = start.checkpoint
-    seed_all(spec.seed)
+    random_streams.seed_all(spec.seed)
     # The run's own weights (rng is given) come with the adapter that its gradients were of.
     whole = (
         start.rng is not None
@@ -221,9 +228,9 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
     built, state = build_execution(setup, make, lambda: start.batches[0][0])
     if start.rng is not None:
         # So that dropout draws what it drew in the step.
-        set_rng_state(start.rng, device)
+        random_streams.set_rng_state(start.rng, device)
     with precision.session(built.model, device):
-        set_training(built.model)
+        module_tree.set_training(built.model)
         return _traced(state, start.batches, scale)
 
 
@@ -250,7 +257,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
         weight_sum += count
         if not any(row.nonfinite_share for row in rows):
             rows = trace.rows
-    weights_mib = float32_bytes(state.model) / MIB
+    weights_mib = tensor_facts.float32_bytes(state.model) / tensor_facts.MIB
     return ReplayResult(mean(loss_sum, weight_sum), rows or last_rows, weights_mib)
 
 
@@ -347,7 +354,7 @@ def checkpoint_before_step(
         is_usable: returns whether training from a checkpoint leads to the run's weights.
     """
     # Newest first: the fewer steps are trained again, the sooner the step is reached.
-    for path in reversed(checkpoints_of_run(folder)):
+    for path in reversed(checkpoint_file.checkpoints_of_run(folder)):
         with suppress(ConfigError):  # damaged: an earlier one costs more steps, no exactness
             checkpoint = LoadedCheckpoint(path, checkpoint_file.load(path))
             if checkpoint.content["step"] < step and is_usable(checkpoint):
@@ -426,14 +433,14 @@ def states_before(
     Raises:
         ConfigError: the run has fewer steps.
     """
-    precision: Precision = build_group("precision", spec.precision)
+    precision: Precision = targets.build_group("precision", spec.precision)
     precision.require(device)
     task: Task = build_task(spec.task)
     if spec.deterministic:
-        make_deterministic()
+        random_streams.make_deterministic()
     # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights
     # are those of the seed.
-    seed_all(spec.seed)
+    random_streams.seed_all(spec.seed)
     loaders = build_run_loaders(spec, build_data(spec), device, task=task)
     loaders.train.start = state_dict.starting_point(start)
     planned = total_steps(spec.train, loaders.train)
@@ -442,7 +449,7 @@ def states_before(
         raise ConfigError(
             f"There is no step {last}: the training has {planned}. Type diff.steps= up to that."
         )
-    seed_all(spec.seed)
+    random_streams.seed_all(spec.seed)
     # A precision that cannot train has no optimizers, and its first step can be looked at.
     is_trained = start is not None or last > 1
     setup = TrainingSetup(spec, precision, task, device)
@@ -468,13 +475,13 @@ def states_before(
         step = state.step + 1
         if step in steps:
             with saved_state(state):
-                set_training(state.model)
+                module_tree.set_training(state.model)
                 # Outside the session: the caller may compute in another precision.
                 yield ReachedStep(step, state, micros)
         if step == last:
             return
         with precision.session(state.plain_model, device):
-            set_training(state.model)
+            module_tree.set_training(state.model)
             train_step(state, micros)
             if is_evaluation_step(spec.train, loaders.train, state.step):
                 _evaluate(state, loaders.validation)

@@ -15,17 +15,21 @@ from omegaconf import OmegaConf
 
 from runner.config.resolve import resolve_spec
 from runner.config.trusted_targets import checkpoint_config
-from runner.core.base.errors import ConfigError, RunnerError
-from runner.core.base.files import is_locked
-from runner.core.base.layout import MANIFEST
-from runner.core.config.invocation import Invocation
-from runner.core.config.schema import AUTO, RunSpec
-from runner.core.config.targets import GROUP_KEYS
-from runner.core.loop.strategy import Strategy
-from runner.core.record import checkpoint_file
-from runner.core.record.checkpoint_file import LoadedCheckpoint, checkpoints_of_run
-from runner.core.run.context import PlannedRun
-from runner.core.run.result import RunResult
+from runner.core import (
+    ConfigError,
+    Invocation,
+    LoadedCheckpoint,
+    PlannedRun,
+    RunnerError,
+    RunResult,
+    RunSpec,
+    Strategy,
+    checkpoint_file,
+    files,
+    layout,
+    targets,
+)
+from runner.core.config.schema import AUTO
 from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides
 from runner.tracking import locate
 from runner.tracking.run_store import with_run_store
@@ -99,23 +103,23 @@ def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun
     """
     out = plan.folder
     invocation = plan.invocation
-    files = checkpoints_of_run(out)
+    checkpoints = checkpoint_file.checkpoints_of_run(out)
     notes: list[str] = []
     resumed = None
     reason = ""
-    if files:
+    if checkpoints:
         try:
             resumed = _plan_from(plan, str(out), notes)
         except ConfigError as error:
             # Each damaged file has left a note. With fewer notes than files one file is whole, and
             # the error is about what was typed: starting over would hide it.
-            if len(notes) < len(files):
+            if len(notes) < len(checkpoints):
                 raise
             reason = f"starts over: {error}"
     if resumed and resumed.changes and invocation.sweep:
         reason = f"starts over: it was another job: {resumed.changes}"
         resumed = None
-    if files and resumed is None:
+    if checkpoints and resumed is None:
         checkpoint_file.rename_superseded(out / "checkpoints", -1)
     for line in notes:
         say(line)
@@ -205,7 +209,7 @@ def _check_resumable(
             f"checkpoint.resume={where}: {saved.path} is not in a run's folder, whose record a "
             "resumed run continues. Type init.weights=<it> to start a new run from its weights."
         )
-    if invocation.sweep is None and (folder.parent / MANIFEST).exists():
+    if invocation.sweep is None and (folder.parent / layout.MANIFEST).exists():
         raise ConfigError(
             f"checkpoint.resume={where}: it is a job of a sweep, whose report would lose it. Type "
             f"sweep.resume={folder.parent}, or init.weights=<it> to start a run from its weights."
@@ -231,11 +235,11 @@ def _newest_run(out: Path, notes: list[str]) -> Path:
     for run in locate.newest_runs(out.parent):
         if run == out:
             continue
-        if is_locked(run):
+        if files.is_locked(run):
             notes.append(f"skipped {run}: a command is at work there")
         elif _is_finished(run):
             notes.append(f"skipped {run}: it is finished")
-        elif checkpoints_of_run(run):
+        elif checkpoint_file.checkpoints_of_run(run):
             return run
         else:
             notes.append(f"skipped {run}: it has no checkpoint")
@@ -300,7 +304,7 @@ def _divisions(optimizers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of optimizers that divide their parameters, by their keys."""
     settings: dict[str, Any] = {}
     for name, node in optimizers.items():
-        for key in GROUP_KEYS:
+        for key in targets.GROUP_KEYS:
             if node.get(key) is not None:
                 settings[f"{name}.{key}"] = node[key]
     return settings

@@ -3,13 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from runner.core.config.room import Mode, Room
-from runner.core.config.schema import RunSpec
+from runner.core import Mode, Room, RunSpec
 
 if TYPE_CHECKING:
-    from runner.core.loop.strategy import Strategy
-    from runner.core.record.checkpoint_file import LoadedCheckpoint
-    from runner.core.run.context import PlannedRun, RunContext, RunOutcome
+    from runner.core import LoadedCheckpoint, PlannedRun, RunContext, RunOutcome, Strategy
 
 
 class Train(Mode):

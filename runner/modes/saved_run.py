@@ -15,10 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.resolve import resolve_spec
 from runner.config.trusted_targets import SavedConfig, check_trusted, masked_keys
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import override_key
-from runner.core.config.invocation import Invocation
-from runner.core.config.schema import RunSpec, flatten
+from runner.core import ConfigError, Invocation, RunSpec, fmt
+from runner.core.config.schema import flatten
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""
@@ -40,7 +38,7 @@ def typed_overrides(invocation: Invocation, saved: Mapping[str, Any] = {}) -> di
             key of that target is typed, it stands for the secrets alone, which no file holds: the
             run's other keys stay as they were.
     """
-    typed = {override_key(text): text for text in invocation.overrides}
+    typed = {fmt.override_key(text): text for text in invocation.overrides}
     target = (invocation.composed_config or {}).get("data", {}).get("_target_")
     if target == saved.get("data", {}).get("_target_", "") != GIVEN_DATA:
         word = typed.pop("data", None)

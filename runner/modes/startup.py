@@ -14,28 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.errors import (
+from runner.core import (
     ConfigError,
-    DataError,
-    HookError,
-    ModelError,
+    LoadedCheckpoint,
+    RunContext,
     RunnerError,
+    TrainState,
+    errors,
+    files,
+    fmt,
+    layout,
+    loss_of,
+    random_streams,
     refuse,
+    secrets,
+    tensor_facts,
 )
-from runner.core.base.files import read_text, write_text
-from runner.core.base.formatting import first_names, format_percent, now_ms
-from runner.core.base.layout import DATA_DIGESTS
-from runner.core.base.random_state import saved_forward_state, seed_all
-from runner.core.base.secrets import redact_values
-from runner.core.base.tensors import MIB, count_elements, stored_bytes
 from runner.core.config.schema import TrainSpec
 from runner.core.loop.loop import evaluate, evaluation_mode
 from runner.core.loop.model_call import describe_call
-from runner.core.loop.state import TrainState
-from runner.core.loop.step import loss_of
 from runner.core.policy.loss_scale import describe_hooks, gradient_hooks
-from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import RunContext
 from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.sampling import restored_random_state
@@ -114,7 +112,7 @@ def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None = None) -> R
     if trains:
         _log_loading(run, loaders.train)
     check_data(run, labelled)
-    seed_all(run.spec.seed)
+    random_streams.seed_all(run.spec.seed)
     return loaders
 
 
@@ -130,12 +128,12 @@ def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | 
         ConfigError: the digests are not those of the run before its checkpoint, see guard.data.
     """
     name = run.invocation.option_name("data", run.spec.data)
-    describe = partial(fingerprint.describe_data, name, redact_values(run.spec.data), data)
+    describe = partial(fingerprint.describe_data, name, secrets.redact_values(run.spec.data), data)
     described = describe()
-    path = run.out / DATA_DIGESTS
+    path = run.out / layout.DATA_DIGESTS
     text = former = "; ".join("{context} {digest} {profile}".format(**each) for each in described)
     with suppress(OSError, ValueError):  # a checkpoint may be alone
-        former = read_text(path)
+        former = files.read_text(path)
     # Examples that are others each time that they are read have no digest to compare.
     action = run.spec.guard.data if resumed and former != text else "ignore"
     if action != "ignore" and describe() == described:
@@ -147,7 +145,7 @@ def _record_digests(run: RunContext, data: RunData, resumed: LoadedCheckpoint | 
                 "init.weights= in place of checkpoint.resume= for a new run."
             )
         run.say(f"warning: {message}")
-    run.write_file(path, lambda path: write_text(path, text))
+    run.write_file(path, lambda path: files.write_text(path, text))
     if run.tracker.takes_runs:
         run.tracker.inputs(described)
 
@@ -174,7 +172,9 @@ def check_data(run: RunContext, loaders: Mapping[str, DatasetLoader]) -> None:
         if label.startswith("test"):
             loader.close()  # it is read again after the last step: no process waits until then
     if action == "stop" and problems:
-        raise DataError("\n".join([*problems, "To train on them all the same: guard.data=warn."]))
+        raise errors.DataError(
+            "\n".join([*problems, "To train on them all the same: guard.data=warn."])
+        )
     for problem in [*problems, *notes]:
         run.say(f"warning: {problem}")
 
@@ -288,14 +288,14 @@ def check_evaluation(
         return
     first = next(iter(sets.values()))
     try:
-        with saved_forward_state(state.plain_model, state.device):
+        with random_streams.saved_forward_state(state.plain_model, state.device):
             metrics = evaluate(state, first, batches=1) or {}
             names = [*metrics]
             if quality is not None and quality not in _all_names(names, sets) and hook is not None:
                 with TemporaryDirectory() as folder:
                     tried = evaluate(state, first, batches=1, hook=hook.on_trial(Path(folder)))
                 names = [*(tried or {})]
-    except (ModelError, HookError) as error:
+    except (errors.ModelError, errors.HookError) as error:
         raise ConfigError(str(error)) from error
     recorded = _all_names(names, sets)
     if quality is not None and quality not in recorded:
@@ -401,7 +401,8 @@ def watched_casts(run: RunContext, state: TrainState) -> Iterator[None]:
     if watch.rewritten and state.plan.caches_casts:
         state.cast_at_each_use()
         run.say(
-            f"the forward changes {first_names([*watch.rewritten], 4)} between two uses: autocast "
+            f"the forward changes {fmt.first_names([*watch.rewritten], 4)} between two uses: "
+            "autocast "
             "casts weights at each use, without its cache"
         )
 
@@ -460,10 +461,10 @@ def _log_loading(run: RunContext, loader: DatasetLoader) -> None:
 def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     """Report the built model on the console and in the store; return its fields of RunResult."""
     params = list(built.model.parameters())
-    every = sum(map(count_elements, params))
-    trainable = sum(count_elements(p) for p in params if p.requires_grad)
-    weights_mib = stored_bytes(built.model) / MIB
-    plain_mib = built.plain_bytes / MIB
+    every = sum(map(tensor_facts.count_elements, params))
+    trainable = sum(tensor_facts.count_elements(p) for p in params if p.requires_grad)
+    weights_mib = tensor_facts.stored_bytes(built.model) / tensor_facts.MIB
+    plain_mib = built.plain_bytes / tensor_facts.MIB
     size = f"{weights_mib:.1f} MiB"
     if weights_mib < plain_mib:
         size += f" (in float32 {plain_mib:.1f})"
@@ -497,7 +498,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     run.tracker.tags(tags)
     run.save_json("conversion.json", built.report.to_list())
     # Step 0: before anything trains.
-    run.tracker.log_metrics([(0, now_ms(), {"memory/weights_mib": weights_mib})])
+    run.tracker.log_metrics([(0, fmt.now_ms(), {"memory/weights_mib": weights_mib})])
     return {
         "weights_mib": weights_mib,
         "plain_weights_mib": plain_mib,
@@ -563,11 +564,13 @@ def print_trainable(
         every: elements of all parameters.
         bypassed: modules that the conversion and the adapter leave as they are, and why.
     """
-    run.say(f"{trainable:,} of {every:,} parameters train ({format_percent(trainable / every)})")
+    run.say(
+        f"{trainable:,} of {every:,} parameters train ({fmt.format_percent(trainable / every)})"
+    )
     has_adapter = bool(run.spec.adapter.get("_target_"))
     if has_adapter and bypassed:
         reason = next(iter(bypassed.values()))
-        run.say(f"the adapter leaves {first_names([*bypassed], 4)} out: {reason}")
+        run.say(f"the adapter leaves {fmt.first_names([*bypassed], 4)} out: {reason}")
     random = starts_random(run.spec.model) and run.spec.init.weights is None
     start = " init.weights=<checkpoint>" if random else ""
     if not has_adapter and run.precision.freezes:

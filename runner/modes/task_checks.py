@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.core.base.errors import ConfigError
-from runner.core.loop.batches import KeywordInputs
+from runner.core import ConfigError, KeywordInputs, RunContext, Task, TrainState, loss_of
 from runner.core.loop.records import name_problem
-from runner.core.loop.state import TrainState
-from runner.core.loop.step import examples_in, loss_of
-from runner.core.loop.task import Task
-from runner.core.run.context import RunContext
+from runner.core.loop.step import examples_in
 from runner.diagnostics.data_checks import labels_of
 
 _LOSS_TOLERANCE = 1e-4

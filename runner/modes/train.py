@@ -12,17 +12,23 @@ from typing import NoReturn
 import torch
 
 from runner.config.given_objects import current_objects
-from runner.core.base.errors import CheckpointError, ConfigError, Diverged, HookError, RunnerError
-from runner.core.base.formatting import format_number, now_ms, relative_path
-from runner.core.base.layout import RESULT
-from runner.core.base.random_state import seed_all
-from runner.core.base.tensors import MIB, tensor_bytes
+from runner.core import (
+    ConfigError,
+    LoadedCheckpoint,
+    RunContext,
+    RunnerError,
+    RunOutcome,
+    RunResult,
+    TrainState,
+    errors,
+    fmt,
+    layout,
+    random_streams,
+    tensor_facts,
+)
 from runner.core.loop.loop import LoopHooks, evaluate_sets, fit, total_steps
-from runner.core.loop.state import TrainState
 from runner.core.policy.loss_scale import watch_gradient_calls
-from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import RunContext, RunOutcome
-from runner.core.run.result import TIME_LIMIT, RunResult
+from runner.core.run.result import TIME_LIMIT
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
@@ -94,7 +100,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
             if not run.strategy.rank.is_main:
                 # The weights are equal in all processes, dropout must not be. 2**40 apart: no seed
                 # that somebody types for another run is a process's seed of this one.
-                seed_all(spec.seed + run.strategy.rank.index * 2**40)
+                random_streams.seed_all(spec.seed + run.strategy.rank.index * 2**40)
             memory.begin_steps(state, loaders.train)
             try_batch(run, state, loaders.val)
             hook = make_evaluation_hook(run, state)
@@ -121,11 +127,17 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
         if resumed or sizes["stopped_by"]:
             run.tracker.tags({"stopped_by": sizes["stopped_by"]})
         sizes |= report.tags() | first_step.computation
-        sizes["optimizer_mib"] = tensor_bytes(*state.optimizer_tensors()) / MIB
+        sizes["optimizer_mib"] = (
+            tensor_facts.tensor_bytes(*state.optimizer_tensors()) / tensor_facts.MIB
+        )
     result = build_result(run, sizes | summary, perf_counter() - start)
     problems = [failure, *unsaved] if failure else unsaved
     if problems:
-        _raise_failed(run, result, (Diverged if failure else CheckpointError)("\n".join(problems)))
+        _raise_failed(
+            run,
+            result,
+            (errors.Diverged if failure else errors.CheckpointError)("\n".join(problems)),
+        )
     return RunOutcome(result, report)
 
 
@@ -137,8 +149,8 @@ def _raise_failed(run: RunContext, result: RunResult, error: RunnerError) -> NoR
         CheckpointError: the error, of unwritten weights; the run's table is printed first.
     """
     failed = replace(result, status="failed", error=str(error))
-    run.save_artifact(run.out / RESULT, lambda _: failed.write(run.out))
-    if isinstance(error, CheckpointError):
+    run.save_artifact(run.out / layout.RESULT, lambda _: failed.write(run.out))
+    if isinstance(error, errors.CheckpointError):
         print_result(run.console, failed)
         error.finished = True
     raise error
@@ -185,7 +197,7 @@ def _train_loop(
                 if callbacks.should_stop():
                     break
             callbacks.end()
-    except HookError as error:
+    except errors.HookError as error:
         hook_error = error
     finally:
         callbacks.close()
@@ -217,8 +229,8 @@ def _test_metrics(
         loaders.close()
     if metrics is None:
         return {}
-    run.tracker.log_metrics([(state.step, now_ms(), metrics)])
-    shown = [f"{name} {format_number(value)}" for name, value in metrics.items()]
+    run.tracker.log_metrics([(state.step, fmt.now_ms(), metrics)])
+    shown = [f"{name} {fmt.format_number(value)}" for name, value in metrics.items()]
     run.say("  ".join(["test", *shown]))
     return metrics
 
@@ -231,7 +243,7 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
         path = None
         try:
             path = callbacks.save_last()
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             unsaved.append(str(error))
         if path and (callbacks.early_end == TIME_LIMIT or run.signals.is_stop_requested()):
             run.say(f"checkpoint: {path}")
@@ -252,7 +264,7 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
 
 
 def _raise_with_checkpoint(
-    run: RunContext, callbacks: TrainingCallbacks, error: HookError
+    run: RunContext, callbacks: TrainingCallbacks, error: errors.HookError
 ) -> NoReturn:
     """End a run whose hook failed, after a checkpoint from which it can be resumed.
 
@@ -262,13 +274,13 @@ def _raise_with_checkpoint(
     message = str(error)
     try:
         path = callbacks.save_last()
-    except CheckpointError as unsaved:
-        raise HookError(f"{message} {unsaved}") from error
+    except errors.CheckpointError as unsaved:
+        raise errors.HookError(f"{message} {unsaved}") from error
     if path is not None:
-        message += f" The state is in {relative_path(path)}."
+        message += f" The state is in {fmt.relative_path(path)}."
         if run.invocation.sweep is None:  # a sweep is resumed as a whole
             message += f" Resume with: {run.invocation.resume_text(run.out)}"
-    raise HookError(message) from error
+    raise errors.HookError(message) from error
 
 
 def _refuse_gradients_of_original() -> AbstractContextManager[object]:

@@ -7,14 +7,21 @@ from typing import Any
 
 import torch
 
-from runner.core.base.formatting import first_names, relative_path
-from runner.core.loop.callback import RunCallback, RunHandle, TrainingEnd, dispatch
+from runner.core import (
+    EvalRecord,
+    LoadedCheckpoint,
+    RunCallback,
+    RunContext,
+    RunHandle,
+    StepRecord,
+    TrainingEnd,
+    TrainState,
+    checkpoint_file,
+    fmt,
+)
+from runner.core.loop.callback import dispatch
 from runner.core.loop.loop import is_evaluation_step, total_steps
-from runner.core.loop.records import EvalRecord, Record, StepRecord
-from runner.core.loop.state import TrainState
-from runner.core.record import checkpoint_file
-from runner.core.record.checkpoint_file import LoadedCheckpoint, checkpoints_in
-from runner.core.run.context import RunContext
+from runner.core.loop.records import Record
 from runner.core.run.result import TIME_LIMIT
 from runner.data.fingerprint import learned_facts
 from runner.data.sampling import restored_random_state
@@ -130,7 +137,8 @@ class TrainingCallbacks:
         names = [name for name, p in named if p.grad is not None and id(p) not in trained]
         if names and names != self._untrained:
             self.run.say(
-                f"warning: {first_names(names)}: no optimizer trains what has gradients here. Have "
+                f"warning: {fmt.first_names(names)}: no optimizer trains what has gradients "
+                "here. Have "
                 "the model's constructor make and unfreeze all parameters that are to train."
             )
         self._untrained = names
@@ -182,11 +190,11 @@ class TrainingCallbacks:
     def failure_message(self) -> str:
         """Why the guard stopped the run, and the last good checkpoint; empty where it did not."""
         reason = self.guard.stop_reason
-        paths = checkpoints_in(self.run.checkpoint_folder) if reason else []
+        paths = checkpoint_file.checkpoints_in(self.run.checkpoint_folder) if reason else []
         # Where every step was skipped, the weights are those that the run began with.
         if not paths or self.state.skipped == self.state.step:
             return reason
-        return f"{reason}\nThe last good weights: init.weights={relative_path(paths[-1])}"
+        return f"{reason}\nThe last good weights: init.weights={fmt.relative_path(paths[-1])}"
 
     def restore(self, saved: LoadedCheckpoint) -> list[str]:
         """Restore everything but the weights, which the model was built with.
@@ -229,7 +237,8 @@ class TrainingCallbacks:
             if names:
                 self._attribute_checks_left = 0
                 self.run.say(
-                    f"warning: {first_names(names, 6)}: no checkpoint holds what the model changes "
+                    f"warning: {fmt.first_names(names, 6)}: no checkpoint holds what the model "
+                    "changes "
                     "in attributes. Have it register_buffer them, or return get_extra_state(); an "
                     "optimizer keeps them in its state or param_groups."
                 )

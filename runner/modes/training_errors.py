@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.errors import ConfigError, DataError, ModelError, RunnerError, first_line
-from runner.core.base.formatting import first_names
-from runner.core.base.module_tape import ModuleTape
+from runner.core import (
+    ConfigError,
+    ModuleTape,
+    RunContext,
+    RunnerError,
+    TrainState,
+    call_model,
+    errors,
+    fmt,
+)
 from runner.core.loop.loop import evaluation_mode
-from runner.core.loop.model_call import call_model
-from runner.core.loop.state import TrainState
-from runner.core.run.context import RunContext
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
@@ -118,7 +122,7 @@ class TrainingErrors:
         if advice:
             # In the first step the settings do not fit (exit status 2); after steps that were
             # trained, the same error ends a run that had begun (exit status 1).
-            kind = ConfigError if state.step <= start_step + 1 else ModelError
+            kind = ConfigError if state.step <= start_step + 1 else errors.ModelError
             model = run.invocation.option_name("model", run.spec.model)
             when = "step" if state.model.training else "the evaluation after step"
             text = str(error).strip().rstrip(".")
@@ -129,7 +133,7 @@ class TrainingErrors:
         explanation = self._explain_data_error(error)
         if explanation is None:
             raise error
-        raise DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
+        raise errors.DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
 
     def _unused_names(self, text: str) -> str:
         """Return the names of the parameters whose places torch lists after a colon."""
@@ -137,7 +141,7 @@ class TrainingErrors:
         trained = [name for name, p in named if p.requires_grad]
         listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
         places = [int(place) for place in listed[1].split()] if listed else []
-        return first_names([trained[place] for place in places]) or "some"
+        return fmt.first_names([trained[place] for place in places]) or "some"
 
     def _no_gradient_reason(self) -> str:
         """Return why the loss has no gradient: found by one more forward, module by module, which
@@ -216,7 +220,7 @@ class TrainingErrors:
         The sets are evaluated one after the other: the first with such a sample is the one that
         failed.
         """
-        reason = first_line(text)
+        reason = errors.first_line(text)
         sample = ""
         for label, loader in self.evaluated.items():
             sample = _first_bad_sample(self.run, all_targets(loader), reason)
@@ -232,7 +236,7 @@ class TrainingErrors:
             steps: of the training that may hold it.
         """
         run = self.run
-        reason = first_line(text)
+        reason = errors.first_line(text)
         accumulate = run.spec.train.accumulate
         samples = [samples_of_step(self.train, accumulate, step) for step in steps]
         where = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
@@ -271,7 +275,7 @@ def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
         if reason is None:
             raise
         text = _worker_message(reason, f"the {split} set's first batches")
-        raise DataError(f"{text}\n{run.save_traceback()}".rstrip()) from error
+        raise errors.DataError(f"{text}\n{run.save_traceback()}".rstrip()) from error
 
 
 def _worker_message(reason: str, what: str) -> str:

@@ -17,17 +17,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import os_error_reason, prepare_output, write_table
-from runner.core.base.formatting import first_names, format_number, relative_path
-from runner.core.base.layout import ADAPTER_FOLDER, PRETRAINED_FOLDER, ROUTERS
-from runner.core.base.tensors import dtype_name
-from runner.core.loop.batches import TARGET_FIELDS, KeywordInputs
-from runner.core.loop.model_call import call_model, taken_inputs
-from runner.core.loop.state import TrainState
-from runner.core.policy.conversion_report import ConversionReport, Fate
-from runner.core.record.tracker import RunOutput
-from runner.core.run.context import RunContext
+from runner.core import (
+    ConfigError,
+    ConversionReport,
+    Fate,
+    KeywordInputs,
+    RunContext,
+    RunOutput,
+    TrainState,
+    call_model,
+    files,
+    fmt,
+    layout,
+    tensor_facts,
+)
+from runner.core.loop.batches import TARGET_FIELDS
+from runner.core.loop.model_call import taken_inputs
 from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
@@ -73,7 +78,7 @@ def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) ->
         names = {name or "(model)" for name in compiled_modules(run.spec.train, probe.model)}
         for row in rows:
             row[ROUNDING_COLUMN] = rounding if row["module"] in names else "not compiled"
-    if run.save_artifact(run.out / DTYPES_FILE, lambda path: write_table(path, rows)):
+    if run.save_artifact(run.out / DTYPES_FILE, lambda path: files.write_table(path, rows)):
         run.tracker.tags(tables_tag(DTYPES_FILE))
 
 
@@ -127,7 +132,7 @@ class FirstStep:
             return
         self.report = self.report.change(proven, Fate.CONVERTED, RAN_IN_TRAINING_REASON)
         done, layers = self.report.layer_counts
-        names = first_names(sorted(proven))
+        names = fmt.first_names(sorted(proven))
         run.say(f"converted {done} of {layers} layers: {names} ran in the first step")
         run.tracker.tags(self.report.tags())
         run.save_json("conversion.json", self.report.to_list())
@@ -138,7 +143,7 @@ class FirstStep:
         self._loads.close()
         # A step on the weights that training starts from: precisions have them in common.
         if choices and self._state.step == 1:
-            self._run.save_json(ROUTERS, choices)
+            self._run.save_json(layout.ROUTERS, choices)
         self.computation = describe_computation(self._run, self.probe, self.report)
 
 
@@ -168,13 +173,13 @@ def save_processes(run: RunContext, summary: Mapping[str, Any]) -> float:
         "process": str(rank.index),
         "host": node(),
         "device": run.accelerator.name,
-        "ms per step": format_number(summary["step_ms"]),
-        "peak MiB": format_number(peak),
+        "ms per step": fmt.format_number(summary["step_ms"]),
+        "peak MiB": fmt.format_number(peak),
     }
     gathered = run.strategy.gather_object((peak, own_row))
     if rank.world_size > 1 and rank.is_main:
         rows = [row for _, row in gathered]
-        if run.save_artifact(run.out / _PROCESSES_FILE, lambda path: write_table(path, rows)):
+        if run.save_artifact(run.out / _PROCESSES_FILE, lambda path: files.write_table(path, rows)):
             # MLflow keeps the last value of a tag, so this one names both tables.
             run.tracker.tags(tables_tag(DTYPES_FILE, _PROCESSES_FILE))
     return max((peak for peak, _ in gathered), default=peak)
@@ -275,15 +280,15 @@ def _save_weights(
     if not strategy.rank.is_main:
         return ""
     try:
-        prepare_output(path)
+        files.prepare_output(path)
         if gathered:
             save_file(gathered, path, facts)
         else:
             # save_file refuses tensors that share memory; save_model stores tied weights once.
             save_model(model, str(path), facts)
     except (OSError, SafetensorError) as error:
-        reason = os_error_reason(error).rpartition(": ")[2]
-        return f"{relative_path(path)} was not written: {reason}."
+        reason = files.os_error_reason(error).rpartition(": ")[2]
+        return f"{fmt.relative_path(path)} was not written: {reason}."
     run.tracker.artifact(path)
     return ""
 
@@ -347,7 +352,7 @@ def check_model_folders(run: RunContext, model: nn.Module) -> None:
                 save({name: torch.empty(0, dtype=value.dtype)})
             except (KeyError, AttributeError, TypeError) as error:
                 is_tensor = isinstance(value, torch.Tensor)
-                kind = dtype_name(value.dtype) if is_tensor else type(value).__name__
+                kind = tensor_facts.dtype_name(value.dtype) if is_tensor else type(value).__name__
                 raise ConfigError(
                     f"checkpoint.safetensors=true: safetensors holds no {kind}, and {name} is one. "
                     "Leave it out (checkpoints hold it)."
@@ -388,7 +393,7 @@ def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
             init = str(spec.adapter.get("init", "default"))
             warning = _save_folder(
                 run,
-                ADAPTER_FOLDER,
+                layout.ADAPTER_FOLDER,
                 lambda folder: write_adapter(model, weights, folder, spec.model, init),
             )
             # Nobody has to have asked for it, so a run does not fail for the lack of it.
@@ -400,9 +405,9 @@ def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
 
             def write(folder: Path) -> None:
                 said = write_pretrained(model, weights, folder, spec.model, beside)
-                run.say(f"from_pretrained loads {relative_path(folder)} ({said})")
+                run.say(f"from_pretrained loads {fmt.relative_path(folder)} ({said})")
 
-            problem = _save_folder(run, PRETRAINED_FOLDER, write)
+            problem = _save_folder(run, layout.PRETRAINED_FOLDER, write)
     return [problem] if problem else []
 
 
@@ -416,7 +421,7 @@ def _save_folder(run: RunContext, name: str, write: Callable[[Path], object]) ->
     except (OSError, ValueError, SafetensorError) as error:
         # An unfinished folder would be taken for a whole one.
         rmtree(folder, ignore_errors=True)
-        return f"{relative_path(folder)} was not written: {os_error_reason(error)}."
+        return f"{fmt.relative_path(folder)} was not written: {files.os_error_reason(error)}."
     run.tracker.artifact(folder, name)
     return ""
 

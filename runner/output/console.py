@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from runner.core.base.terminal import sanitize
+from runner.core import terminal
 from runner.output.lasting_output import lasting_file
 
 _FILE_COLUMNS = 160
@@ -35,7 +35,7 @@ class PlainConsole(Console):
 
     # rich renders every string here, cells and titles of tables included.
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
-        return super().render_str(sanitize(text), **options)
+        return super().render_str(terminal.sanitize(text), **options)
 
     # rich would end the process, which may be another trainer's, where the reader of stdout ends.
     def on_broken_pipe(self) -> None:

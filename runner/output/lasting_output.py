@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from runner.core.base.files import open_output
+from runner.core import files
 
 
 class _LastingFile(io.FileIO):
@@ -45,7 +45,7 @@ def _lasting_stream(number: int, stream: Any) -> io.TextIOWrapper:
 
 def lasting_file(path: Path) -> io.TextIOWrapper:
     """Return a text file to append to, in which no write raises."""
-    file = _LastingFile(open_output(path, os.O_WRONLY | os.O_APPEND), "a")
+    file = _LastingFile(files.open_output(path, os.O_WRONLY | os.O_APPEND), "a")
     buffer = io.BufferedWriter(file)
     return io.TextIOWrapper(buffer, encoding="utf-8", line_buffering=True)
 

@@ -8,7 +8,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from runner.core.base.terminal import in_notebook, sanitize
+from runner.core import terminal
 
 # Seconds between two updates of a cell; a notebook's page would be slow with more of them.
 _UPDATE_SECONDS = 0.5
@@ -39,7 +39,7 @@ class NotebookLog(io.StringIO):
     def show_bar(self, text: str, percent: float | None = None) -> None:
         """Show a line in place of the one before, beside a bar where a percentage is given."""
         bar = "" if percent is None else f'<progress value="{percent:.0f}" max="100"></progress> '
-        self._bar = bar + html.escape(sanitize(text))
+        self._bar = bar + html.escape(terminal.sanitize(text))
         self.show()
 
     def show(self, is_last: bool = False) -> None:
@@ -50,7 +50,7 @@ class NotebookLog(io.StringIO):
         from IPython.display import HTML, display
 
         self._next_at = monotonic() + _UPDATE_SECONDS
-        title = html.escape(sanitize(self._title) or text.rpartition("\n")[2] or "log")
+        title = html.escape(terminal.sanitize(self._title) or text.rpartition("\n")[2] or "log")
         log = f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
         page = HTML(log if is_last else self._bar + log)
         if self._handle is None:
@@ -80,7 +80,7 @@ def folded_log() -> Iterator[NotebookLog]:
     An error is shown without the frames of the runner; one of the runner has its own way.
     """
     log = NotebookLog()
-    if not in_notebook():
+    if not terminal.in_notebook():
         yield log
         return
     try:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.tensors import CPU_DEVICE
-from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
+from runner.core import ConversionPlan, ConversionReport, Precision, tensor_facts
+from runner.core.policy.precision import NO_PLAN
 from runner.core.policy.sessions import Session, Switches, open_session
 from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
 from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels
@@ -60,7 +59,10 @@ class BasePrecision(Precision):
             yield
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
+        self,
+        model: nn.Module,
+        device: torch.device = tensor_facts.CPU_DEVICE,
+        plan: ConversionPlan = NO_PLAN,
     ) -> tuple[nn.Module, ConversionReport]:
         self._check_model(model)
         kept = find_kept_modules(model, self.keep_fp32, self.storage)

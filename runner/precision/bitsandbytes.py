@@ -12,8 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.core.base.errors import Unavailable, refuse
-from runner.core.base.tensors import unit_roundoff
+from runner.core import Unavailable, refuse, tensor_facts
 from runner.precision import devices, options
 from runner.precision.conversion import change_class
 from runner.precision.converting import ConvertingPrecision
@@ -84,7 +83,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
         # In every other mode the packed weights are all that is stored.
         if self.mode != "int8-training":
             bits = EIGHT_BITS_ROUNDOFF if self._is_int8 else FOUR_BITS_ROUNDOFF
-            roundoffs = (bits, unit_roundoff(self.compute))
+            roundoffs = (bits, tensor_facts.unit_roundoff(self.compute))
             self._derive(freezes=True, layout=f"bnb-{self.mode}", operand_roundoffs=roundoffs)
         if self._is_int8:
             self._derive(layers_compute_in="int8")

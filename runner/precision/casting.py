@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.modules import tensors_named
-from runner.core.base.random_state import is_dense
-from runner.core.base.tensors import memory_of
+from runner.core import module_tree, random_streams, tensor_facts
 
 
 @cache
@@ -69,7 +67,7 @@ class CastCacheWatch(TorchFunctionMode):
         is_write |= kwargs.get("out") is not None
         if is_write:
             for leaf in tree_leaves((args[:1], kwargs.get("out"))):
-                self._stale |= self._used.get(memory_of(leaf), set())
+                self._stale |= self._used.get(tensor_facts.memory_of(leaf), set())
         elif weights & self._stale:
             torch.clear_autocast_cache()
             self.rewritten |= {self._names[one]: None for one in weights & self._stale}
@@ -80,7 +78,7 @@ class CastCacheWatch(TorchFunctionMode):
         if torch.get_autocast_dtype(leaves[0].device.type) in dtypes:
             for leaf in leaves:
                 if id(leaf) in weights:
-                    self._used.setdefault(memory_of(leaf), set()).add(id(leaf))
+                    self._used.setdefault(tensor_facts.memory_of(leaf), set()).add(id(leaf))
         return result
 
 
@@ -89,7 +87,7 @@ def lost_whole_number(inputs: Any, dtype: torch.dtype) -> str:
     in which all numbers are whole; empty without one. The last dimension counts columns, of [N]
     there is one."""
     for leaf in tree_leaves(inputs):
-        if is_wider(leaf, dtype) and is_dense(leaf) and leaf.numel():
+        if is_wider(leaf, dtype) and random_streams.is_dense(leaf) and leaf.numel():
             columns = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1)
             is_whole = (columns == columns.round()).all(0)
             for row, column in (is_whole & (columns.to(dtype) != columns)).nonzero().tolist():
@@ -191,7 +189,7 @@ def cast_floats(
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
     for name, own_dtype in (kept or {}).items():
-        for tensor in tensors_named(model, name):
+        for tensor in module_tree.tensors_named(model, name):
             replacements[id(tensor)] = (tensor, cast_tensor(tensor, own_dtype))
 
     def cast_once(tensor: Tensor) -> Tensor:

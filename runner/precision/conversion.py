@@ -17,15 +17,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.modules import matches_pattern, select_modules
-from runner.core.policy.conversion_report import (
-    ConversionReport,
-    Fate,
-    ModuleConversion,
-    summarize_modules,
-)
-from runner.core.policy.precision import NO_PLAN, ConversionPlan
+from runner.core import ConfigError, ConversionPlan, ConversionReport, Fate, module_tree
+from runner.core.policy.conversion_report import ModuleConversion, summarize_modules
+from runner.core.policy.precision import NO_PLAN
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
@@ -168,7 +162,7 @@ def classify_modules(
     """
     # By identity: a module that is registered twice can be meant by either name.
     modules = dict(model.named_modules(remove_duplicate=False))
-    ignored_names = select_modules("precision.ignore_modules", rules.ignore, modules)
+    ignored_names = module_tree.select_modules("precision.ignore_modules", rules.ignore, modules)
     declined = {modules[name]: IGNORED_REASON for name in ignored_names}
     for name in rules.kept:
         declined[modules[name.rpartition(".")[0]]] = KEPT_REASON
@@ -230,7 +224,7 @@ def named_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
                 f"precision.experts: {pattern} ends in :{layout}. Allowed: {name}, of a weight "
                 f"[experts, out, in], or {name}:in_out, of [experts, in, out]."
             )
-        matches = [each for each in shapes if matches_pattern(name, each)]
+        matches = [each for each in shapes if module_tree.matches_pattern(name, each)]
         if matches and not {*matches} & {*names}:
             raise ConfigError(
                 f"precision.experts: {pattern} matches {matches[0]}, whose shape is "
@@ -238,7 +232,7 @@ def named_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, bool]:
                 "or [experts, in, out]."
             )
         nothing = "no parameter of three dimensions"
-        chosen = select_modules("precision.experts", [name], names, nothing)
+        chosen = module_tree.select_modules("precision.experts", [name], names, nothing)
         found |= dict.fromkeys(chosen, bool(layout))
     return found
 
@@ -257,7 +251,7 @@ def find_routers(model: nn.Module, rules: ConversionRules) -> set[str]:
             routers |= _routers_in(module, path, count) or _routers_in(
                 modules[parent], parent, count
             )
-    return routers - select_modules("precision.ignore_modules", rules.ignore, modules)
+    return routers - module_tree.select_modules("precision.ignore_modules", rules.ignore, modules)
 
 
 def _routers_in(module: nn.Module, path: str, count: int) -> set[str]:

@@ -11,11 +11,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import first_names
-from runner.core.base.modules import matches_pattern
-from runner.core.policy.conversion_report import ConversionReport, Fate
-from runner.core.policy.precision import ConversionPlan, Precision
+from runner.core import (
+    ConfigError,
+    ConversionPlan,
+    ConversionReport,
+    Fate,
+    Precision,
+    fmt,
+    module_tree,
+)
 from runner.precision.forward_watch import (
     ForwardWatch,
     ModelTrial,
@@ -116,7 +120,8 @@ def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool = Fals
     if converted and not result.layers_run & {*matrix_layers}:
         raise ConfigError(
             f"precision={precision.name}: none of the layers that it converts runs in the model's "
-            f"forward on the first batch: {first_names(sorted(matrix_layers))}. Have the forward "
+            f"forward on the first batch: {fmt.first_names(sorted(matrix_layers))}. Have the "
+            "forward "
             "call them. Type a precision without conversion, for example precision=bf16-mixed."
         )
     idle = {*report.names(Fate.CONVERTED)} - result.layers_run
@@ -214,7 +219,7 @@ def _check_named_layouts(precision: Precision, found: Mapping[str, bool]) -> Non
     patterns = [str(pattern) for pattern in getattr(precision, "experts", ())]
     for name, transposed in found.items():
         # Of several the last one counts.
-        matching = [p for p in patterns if matches_pattern(p.partition(":")[0], name)]
+        matching = [p for p in patterns if module_tree.matches_pattern(p.partition(":")[0], name)]
         if matching and (":" in matching[-1]) is not transposed:
             own, _, layout = matching[-1].partition(":")
             right = own if layout else f"{own}:in_out"
@@ -231,7 +236,7 @@ def _second_bypass(
     """Return the error for layers of a second build that count as not converted, by name, beside
     those that were bypassed in the first one."""
     ignored = ",".join(sorted({*bypassed, *reasons}))
-    left = first_names(sorted(bypassed))
+    left = fmt.first_names(sorted(bypassed))
     where = f" That shows only where {left} are left as they were." * bool(left)
     return ConfigError(
         f"precision={precision.name}: {_reasons_text(reasons)}.{where} Type "
@@ -240,4 +245,4 @@ def _second_bypass(
 
 
 def _reasons_text(bypassed: Mapping[str, str]) -> str:
-    return first_names([f"{name}: {why}" for name, why in bypassed.items()], 4, "; ")
+    return fmt.first_names([f"{name}: {why}" for name, why in bypassed.items()], 4, "; ")

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from runner.core.base.tensors import CPU_DEVICE
-from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import NO_PLAN, ComputeFormat, ConversionPlan
+from runner.core import ConversionPlan, ConversionReport, tensor_facts
+from runner.core.policy.precision import NO_PLAN, ComputeFormat
 from runner.precision.base import BasePrecision
 from runner.precision.casting import cast_floats
 from runner.precision.conversion import (
@@ -71,7 +70,10 @@ class ConvertingPrecision(BasePrecision):
         return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
 
     def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
+        self,
+        model: nn.Module,
+        device: torch.device = tensor_facts.CPU_DEVICE,
+        plan: ConversionPlan = NO_PLAN,
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
-from runner.core.base.errors import Unavailable
+from runner.core import Unavailable
 from runner.precision.base import BasePrecision
 
 

@@ -12,8 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.errors import Unavailable, refuse
-from runner.core.base.library_warnings import suppress_warnings
+from runner.core import Unavailable, refuse, suppress_warnings
 from runner.core.base.tpu import is_tpu
 from runner.precision import devices, options
 from runner.precision.casting import autocast_input

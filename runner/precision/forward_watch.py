@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.core.base.module_tape import ModuleTape
-from runner.core.base.tensors import is_sharded
-from runner.core.loop.strategy import Strategy
-from runner.core.policy.conversion_report import ConversionReport, Fate
-from runner.core.policy.precision import ConversionPlan
+from runner.core import ConversionPlan, ConversionReport, Fate, ModuleTape, Strategy, tensor_facts
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.layers.conv1d import is_packed
 from runner.precision.layers.experts import Experts, ExpertsWatch, expert_stacks
@@ -274,7 +270,7 @@ class ForwardWatch(TorchFunctionMode):
             self._names |= self._weight_names()
         name = self._names.get(id(leaf), "") if isinstance(leaf, Tensor) else ""
         # FSDP itself reads shards, and gathered weights that are not yet in their places.
-        if not name or is_sharded(leaf):
+        if not name or tensor_facts.is_sharded(leaf):
             return ""
         return name if self.layers[name]._parameters.get("weight") is leaf else ""
 

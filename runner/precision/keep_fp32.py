@@ -25,12 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import first_names
-from runner.core.base.library_warnings import suppress_warnings
+from runner.core import ConfigError, fmt, module_tree, suppress_warnings, tensor_facts
 from runner.core.base.module_tape import is_in_backward
-from runner.core.base.modules import frozen_parts, outermost_names, select_modules, tensors_named
-from runner.core.base.tensors import dtype_name, widest_float
 from runner.precision.casting import DefaultDtype, cast_fields, cast_floats, cast_nest, cast_tensor
 
 _CPU = torch.device("cpu")
@@ -70,7 +66,7 @@ def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.
 
     Args:
         model: not changed.
-        patterns: see runner.core.base.modules.
+        patterns: see runner.core.base.module_tree.
         storage: dtype of the surroundings.
 
     Raises:
@@ -80,8 +76,10 @@ def find_kept_modules(model: nn.Module, patterns: Sequence[str], storage: torch.
     # A module that is registered twice can be meant by either name.
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     nothing = "no module of the model, and no parameter or buffer"
-    chosen = select_modules("precision.keep_fp32", patterns, names, nothing, _named_tensors(model))
-    outermost = outermost_names(chosen)
+    chosen = module_tree.select_modules(
+        "precision.keep_fp32", patterns, names, nothing, _named_tensors(model)
+    )
+    outermost = module_tree.outermost_names(chosen)
     # In a mixed precision every parameter is in float32 anyway.
     if storage is not torch.float32:
         _refuse_ties(model, outermost.intersection(names))
@@ -100,7 +98,7 @@ def keep_in_float32(model: nn.Module, names: Collection[str], storage: torch.dty
     for name in names:
         module = modules.get(name)
         if module is None:
-            (tensor,) = tensors_named(model, name)
+            (tensor,) = module_tree.tensors_named(model, name)
             tensor.data = cast_tensor(tensor.data, torch.float32)
             continue
         if not isinstance(module, KeptInFloat32):
@@ -184,24 +182,24 @@ def find_kept_tensors(
     """
     kept: dict[str, torch.dtype] = {}
     lines: list[str] = []
-    for path, part in frozen_parts(model).items():
+    for path, part in module_tree.frozen_parts(model).items():
         # float32 is what torch makes unless it is asked for another dtype.
         dtypes = {n: t.dtype for n, t in _named_tensors(part).items() if t.is_floating_point()}
         own = {n: d for n, d in dtypes.items() if d not in (torch.float32, storage)}
         kept |= {f"{path}.{name}": dtype for name, dtype in own.items()}
         for dtype in {*own.values()}:
-            lines.append(f"stays in {dtype_name(dtype)}, frozen by the model: {path}")
-    if storage is not torch.float64 and widest_float(device) is torch.float64:
+            lines.append(f"stays in {tensor_facts.dtype_name(dtype)}, frozen by the model: {path}")
+    if storage is not torch.float64 and tensor_facts.widest_float(device) is torch.float64:
         kept = {**dict.fromkeys(double_parts(model), torch.float64), **kept}
     declared: list[str] = []
     if storage.itemsize == 2:
         models = [n for n, m in model.named_modules() if hasattr(m, "_keep_in_fp32_modules")]
         # The lists of a model hold those of the models in it, whose names begin with its own.
-        for path in sorted(outermost_names(models)):
+        for path in sorted(module_tree.outermost_names(models)):
             names = _declared_of(model.get_submodule(path), storage)
             declared += [f"{path}.{name}".lstrip(".") for name in names]
     if declared:
-        lines.append(f"stays in float32, as the model declares: {first_names(declared, 8)}")
+        lines.append(f"stays in float32, as the model declares: {fmt.first_names(declared, 8)}")
     return {**dict.fromkeys(declared, torch.float32), **kept}, tuple(lines)
 
 

@@ -11,12 +11,18 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from runner.core.base.errors import ConfigError, Unavailable, refuse
-from runner.core.base.formatting import first_names
-from runner.core.base.tensors import is_narrow
+from runner.core import (
+    ConfigError,
+    LossScale,
+    NoLossScale,
+    Precision,
+    Unavailable,
+    fmt,
+    refuse,
+    tensor_facts,
+)
 from runner.core.base.tpu import is_tpu
-from runner.core.policy.loss_scale import DynamicLossScale, LossScale, NoLossScale, check_loss_scale
-from runner.core.policy.precision import Precision
+from runner.core.policy.loss_scale import DynamicLossScale, check_loss_scale
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
@@ -95,12 +101,14 @@ class MixedPrecision(BasePrecision):
         # Mixed precision means float32 weights. Half-precision gradients could not be unscaled,
         # either. What the model froze has none, and keeps its dtype.
         frozen, _ = find_kept_tensors(model, self.storage)
-        half = [n for n, p in model.named_parameters() if is_narrow(p) and n not in frozen]
+        half = [
+            n for n, p in model.named_parameters() if tensor_facts.is_narrow(p) and n not in frozen
+        ]
         if half:
             true_precision = "16-true" if self.compute is torch.float16 else "bf16-true"
             raise ConfigError(
                 f"precision={self.name} trains float32 parameters, and the model holds half ones: "
-                f"{first_names(half, 3)}. Build the model in float32, or type "
+                f"{fmt.first_names(half, 3)}. Build the model in float32, or type "
                 f"precision={true_precision}."
             )
 

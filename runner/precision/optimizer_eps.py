@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 
 # How far one step may move a weight, as an absolute number, before check_eps warns and before it
 # refuses: 0.2 hurts, and 1 destroys any initialisation.

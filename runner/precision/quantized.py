@@ -11,8 +11,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from runner.core.base.errors import Unavailable, refuse
-from runner.core.base.tensors import unit_roundoff
+from runner.core import Unavailable, refuse, tensor_facts
 from runner.precision import devices, options
 from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
@@ -76,7 +75,7 @@ class WeightFormatPrecision(ConvertingPrecision):
         self._derive(
             weight_format=weight_format(self.format, self.group_size),
             compute=compute,
-            operand_roundoffs=(bits, unit_roundoff(compute)),
+            operand_roundoffs=(bits, tensor_facts.unit_roundoff(compute)),
             emulated=self.format == "nvfp4",
         )
 

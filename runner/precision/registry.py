@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from runner.core.base.errors import ConfigError, Unavailable
-from runner.core.base.layout import BUILT_IN_CONFIGS
-from runner.core.config.room import mode_named
-from runner.core.config.schema import RunSpec
-from runner.core.config.targets import build_group, instantiate
-from runner.core.loop.strategy import Strategy
-from runner.core.policy.precision import Precision
+from runner.core import (
+    ConfigError,
+    Precision,
+    RunSpec,
+    Strategy,
+    Unavailable,
+    layout,
+    mode_named,
+    targets,
+)
 
-PRECISION_CONFIGS = BUILT_IN_CONFIGS / "precision"
+PRECISION_CONFIGS = layout.BUILT_IN_CONFIGS / "precision"
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def load_precision(name: str, config_dir: Path | None = None, **changes: Any) ->
     node = precision_config(name, config_dir)
     if "_target_" not in node:
         raise ConfigError(f"{_yaml_path(name, config_dir)} has no _target_. Name a class there.")
-    return instantiate({**node, **changes})
+    return targets.instantiate({**node, **changes})
 
 
 def supported_precisions(
@@ -157,7 +160,7 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
             or the adapter cannot be added in the precision.
         Unavailable: this machine or the strategy lacks what the precision needs.
     """
-    precision: Precision = build_group("precision", spec.precision)
+    precision: Precision = targets.build_group("precision", spec.precision)
     precision = precision.substitute(device)
     precision.require(device)
     precision.require_strategy(strategy)
@@ -176,7 +179,7 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
         )
     # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
     if adapter_node is not None and mode_named(spec.mode).adapts:
-        adapter = build_group("adapter", adapter_node)
+        adapter = targets.build_group("adapter", adapter_node)
         # An adapter of the user's own may lack it.
         if hasattr(adapter, "check_precision"):
             adapter.check_precision(precision)

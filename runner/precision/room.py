@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from runner.core.config.room import Room
-from runner.core.config.schema import RunSpec
+from runner.core import Room, RunSpec
 
 if TYPE_CHECKING:
-    from runner.core.loop.strategy import Strategy
-    from runner.core.policy.precision import Precision
+    from runner.core import Precision, Strategy
 
 
 def _precision(spec: RunSpec, strategy: "Strategy", device: Any) -> "Precision":

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from runner.core.base.random_state import saved_float32_switches, set_float32_switches
+from runner.core import random_streams
 from runner.core.policy.sessions import Switches
 from runner.precision.emulation.cpu_kernels import float32_accumulate, tf32_products
 from runner.precision.emulation.cuda_autocast import cuda_casts
@@ -70,8 +70,8 @@ def float32_matmul(precision: str) -> Iterator[None]:
     Args:
         precision: one of MATMUL_PRECISIONS.
     """
-    restore = saved_float32_switches()
-    set_float32_switches(precision)
+    restore = random_streams.saved_float32_switches()
+    random_streams.set_float32_switches(precision)
     try:
         yield
     finally:

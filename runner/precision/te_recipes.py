@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from runner.core.base.errors import Unavailable
+from runner.core import Unavailable
 from runner.precision import devices, options
 
 INSTALL_REMEDY = 'Type pip install "precision-runner[transformer-engine]".'

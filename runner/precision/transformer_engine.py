@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core.base.errors import Unavailable, refuse
-from runner.core.loop.strategy import Strategy
-from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import NO_PLAN, ConversionPlan
+from runner.core import ConversionPlan, ConversionReport, Strategy, Unavailable, refuse
+from runner.core.policy.precision import NO_PLAN
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
 from runner.precision.conversion import ROOT_NAME, ConversionRules

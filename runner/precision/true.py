@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from runner.core.base.errors import ConfigError, Unavailable, refuse
+from runner.core import ConfigError, Unavailable, refuse
 from runner.core.base.tpu import is_tpu
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision

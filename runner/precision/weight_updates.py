@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import dtype_name, is_narrow, memory_of
+from runner.core import ConfigError, tensor_facts
 
 UpdateRule = Literal["nearest", "master_weights", "remainders", "kahan", "stochastic_rounding"]
 UPDATE_RULES: tuple[str, ...] = get_args(UpdateRule)
@@ -232,15 +231,20 @@ class WideForward(TorchDispatchMode):
     def __init__(self, model: nn.Module, rule: str, stores: Iterable[WeightStore] = ()) -> None:
         super().__init__()
         self._tensors: dict[int, tuple[str, Tensor, WeightStore]] = {}
-        self._trained = {memory_of(p) for p in model.parameters() if p.requires_grad}
+        self._trained = {tensor_facts.memory_of(p) for p in model.parameters() if p.requires_grad}
         self._stores = [*stores]
         self._generators: dict[torch.device, torch.Generator] = {}
         named = [*model.named_buffers(), *model.named_parameters()]
-        counts = Counter(memory_of(tensor) for _, tensor in named)
+        counts = Counter(tensor_facts.memory_of(tensor) for _, tensor in named)
         for name, tensor in named:
-            memory = memory_of(tensor)  # 0 of one without elements
+            memory = tensor_facts.memory_of(tensor)  # 0 of one without elements
             # Tensors that share a storage would each need what is kept beside the other.
-            if memory and counts[memory] == 1 and is_narrow(tensor) and not tensor.requires_grad:
+            if (
+                memory
+                and counts[memory] == 1
+                and tensor_facts.is_narrow(tensor)
+                and not tensor.requires_grad
+            ):
                 store = STORES[rule]
                 if store is MasterWeights:
                     # A copy would not follow what is written elsewhere; these are beside the value.
@@ -264,7 +268,11 @@ class WideForward(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        written = {memory_of(target) for target in targets} if func._schema.is_mutable else set()
+        written = (
+            {tensor_facts.memory_of(target) for target in targets}
+            if func._schema.is_mutable
+            else set()
+        )
         for store in self._stores if written & self._trained else ():
             store.reads_weights = True
         # What is copied was computed in 16 bits before.
@@ -274,12 +282,15 @@ class WideForward(TorchDispatchMode):
             return func(*args, **kwargs)
 
         def widen(value: Any) -> Any:
-            if memory_of(value) in stepped:
-                (wide,), (base,) = stepped[memory_of(value)].wide, stepped[memory_of(value)].weights
+            if tensor_facts.memory_of(value) in stepped:
+                (wide,), (base,) = (
+                    stepped[tensor_facts.memory_of(value)].wide,
+                    stepped[tensor_facts.memory_of(value)].weights,
+                )
                 offset = value.storage_offset() - base.storage_offset()
                 return wide.as_strided(value.size(), value.stride(), offset)
             is_plain = type(value) in (Tensor, nn.Parameter)  # no shard
-            return value.float() if is_plain and is_narrow(value) else value
+            return value.float() if is_plain and tensor_facts.is_narrow(value) else value
 
         result = func(*tree_map(widen, args), **tree_map(widen, kwargs))
         for key, one in stepped.items():
@@ -318,11 +329,13 @@ def check_update(name: str, rule: str, storage: torch.dtype) -> None:
         return
     if storage.itemsize != 2:
         raise ConfigError(
-            f"{key}: precision={name} stores weights in {dtype_name(storage)}, whose updates need "
+            f"{key}: precision={name} stores weights in {tensor_facts.dtype_name(storage)}, "
+            "whose updates need "
             "no cure. Leave it out, or type precision=bf16-true."
         )
     if rule == Remainders.name and storage is not torch.bfloat16:
         raise ConfigError(
-            f"{key}: precision={name} stores weights in {dtype_name(storage)}, which is not the "
+            f"{key}: precision={name} stores weights in {tensor_facts.dtype_name(storage)}, "
+            "which is not the "
             "upper half of float32. Type precision.update=master_weights."
         )

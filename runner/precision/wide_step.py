@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import dtype_name, is_narrow, is_sharded
+from runner.core import ConfigError, tensor_facts
 from runner.core.policy.gradients import parameters_of
 from runner.precision.weight_updates import (
     STORES,
@@ -70,7 +69,7 @@ def attach_update(
         return
     name = type(optimizer).__name__
     held = _attribute_with_parameters(optimizer)
-    if held and any(map(is_narrow, parameters_of(optimizer))):
+    if held and any(map(tensor_facts.is_narrow, parameters_of(optimizer))):
         setting, without = f"precision.update={rule}", "precision.update=nearest"
         if rule == Nearest.name:
             setting, without = "optimizer.state_dtype", "optimizer.state_dtype=null"
@@ -212,7 +211,7 @@ class _WideStep:
         """Return the context around the step of some parameters; yield what stands for each."""
         state = self.optimizer.state
         trained = [p for p in params if p.grad is not None]
-        narrow = [p for p in trained if is_narrow(p)]
+        narrow = [p for p in trained if tensor_facts.is_narrow(p)]
         stand_ins: dict[Tensor, Tensor] = {}
         with torch.no_grad():
             kept = self._take_kept(narrow)
@@ -274,7 +273,11 @@ class _WideStep:
     def _dtype_of_state(self, p: Tensor) -> torch.dtype:
         if self.state_dtype is not None:
             return self.state_dtype
-        return p.dtype if is_narrow(p) and not self.store.keeps_wide_state else torch.float32
+        return (
+            p.dtype
+            if tensor_facts.is_narrow(p) and not self.store.keeps_wide_state
+            else torch.float32
+        )
 
     def _note_loaded(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
@@ -307,12 +310,12 @@ def _is_elementwise(key: str, value: Any, p: Tensor) -> bool:
 def _local(tensor: Tensor) -> Tensor:
     """Return a tensor without autograd; of a sharded one this process's shard, in its memory."""
     detached = tensor.detach()
-    return detached.to_local() if is_sharded(detached) else detached
+    return detached.to_local() if tensor_facts.is_sharded(detached) else detached
 
 
 def _shard_like(value: Tensor, p: Tensor) -> Tensor:
     """Return a shard as a tensor that is sharded as a parameter is; of a plain one, the value."""
-    if not is_sharded(p):
+    if not tensor_facts.is_sharded(p):
         return value
     from torch.distributed.tensor import DTensor
 
@@ -337,7 +340,7 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
         raise ConfigError(
             f"{key}={state_dtype} is not known. Allowed: torch.float32, torch.bfloat16."
         )
-    given = f"{key}={dtype_name(state_dtype)}"
+    given = f"{key}={tensor_facts.dtype_name(state_dtype)}"
     name = type(optimizer).__name__
     libraries = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
     if libraries.intersection(_LOW_BIT_LIBRARIES):
@@ -347,7 +350,7 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
         )
     others = {p.dtype for p in parameters_of(optimizer)}.difference(_WEIGHT_DTYPES)
     if others:
-        names = ", ".join(sorted(map(dtype_name, others)))
+        names = ", ".join(sorted(map(tensor_facts.dtype_name, others)))
         raise ConfigError(
             f"{given}: {name} has weights in {names}, whose state keeps their dtype. Allowed: "
             f"weights in float32, bfloat16 or float16. Leave {key} out, or type precision=32-true."

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import first_names
-from runner.core.base.module_tape import ROOT, ModuleTape
-from runner.core.base.tensors import dtype_name
-from runner.core.policy.precision import ConversionPlan, Precision
+from runner.core import ConfigError, ConversionPlan, ModuleTape, Precision, fmt, tensor_facts
+from runner.core.base.module_tape import ROOT
 from runner.precision.casting import fields_of, is_wider, lost_whole_number
 from runner.precision.forward_watch import ForwardWatch, ModelTrial
 from runner.precision.keep_fp32 import KeptInFloat32, double_parts
@@ -183,7 +180,7 @@ def find_wide_values(
         wide_trial.leave(taken)
         if not taken or complete_together(batch):
             break
-    narrow = dtype_name(storage)
+    narrow = tensor_facts.dtype_name(storage)
     rounded = {*wide} - {*plan.wide_inputs, label} if storage.itemsize == 2 else set()
     lost = {key: lost_whole_number(fields[key], storage) for key in sorted(rounded, key=str)}
     lines = [*_lost_number_lines(precision, lost, wide_trial.indices)]
@@ -194,7 +191,7 @@ def find_wide_values(
         lines.append(
             f"cast to {narrow}, for an operation takes nothing wider: {_origins_text(cast)}"
         )
-    losing = first_names(sorted(wide_trial.losing))
+    losing = fmt.first_names(sorted(wide_trial.losing))
     if losing and DEFAULT_DTYPE not in taken:
         lines.append(
             f"warning: tensors made without a dtype are in {narrow}, for an operation takes no "
@@ -217,7 +214,7 @@ def _lost_number_lines(
     Raises:
         ConfigError: the forward makes integers of such an input.
     """
-    narrow = dtype_name(precision.storage)
+    narrow = tensor_facts.dtype_name(precision.storage)
     for key, number in lost.items():
         if number and ("input ", key) in indices:
             raise ConfigError(
@@ -234,4 +231,4 @@ def _lost_number_lines(
 
 
 def _origins_text(origins: set[tuple[Any, ...]]) -> str:
-    return first_names(sorted({f"{kind}{name}" for kind, name, *_ in origins}))
+    return fmt.first_names(sorted({f"{kind}{name}" for kind, name, *_ in origins}))

@@ -19,12 +19,17 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from runner.config import resolve
 from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.overrides import SWEEP_KEYS, YAML_LOADER, override_texts
-from runner.core.base.errors import ConfigError, RunnerError, Unavailable, refuse
-from runner.core.base.files import check_links, write_text
-from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.secrets import redact_values
-from runner.core.base.terminal import sanitize
-from runner.core.config.room import mode_named
+from runner.core import (
+    ConfigError,
+    RunnerError,
+    Unavailable,
+    files,
+    mode_named,
+    refuse,
+    secrets,
+    suppress_warnings,
+    terminal,
+)
 from runner.sweeps.room import ADVISE_USAGE_MESSAGE
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
@@ -78,7 +83,7 @@ class SweepCallback(Callback):
                 raise ConfigError(f"{key} is for sweeps. Type -m, or leave it out.")
             resolve.check_run_keys(config)
             # Before Hydra writes its own files there.
-            check_links(Path(config.hydra.run.dir))
+            files.check_links(Path(config.hydra.run.dir))
         except ConfigError as error:
             raise SystemExit(error.exit_status) from error
 
@@ -123,7 +128,7 @@ class SweepCallback(Callback):
             if own == (_BASIC, _BASIC_SWEEPER) and not config.hydra.sweeper.params:
                 sweep.update_manifest(jobs=prod(swept_counts(overrides).values()), jobs_at_once=1)
             for message in resolve.omitted_key_messages(left_out):
-                print(sanitize(message), flush=True)
+                print(terminal.sanitize(message), flush=True)
         except RunnerError as error:
             # Hydra would turn an Exception of a callback into a warning.
             raise SystemExit(error.exit_status) from error
@@ -143,11 +148,11 @@ class SweepCallback(Callback):
             # OmegaConf parses ten times as slowly as libyaml, and only few configs hold a secret.
             # With every value read as text, no secret can be missed.
             texts = yaml.load(path.read_text(), YAML_LOADER) if path.is_file() else None
-            if redact_values(texts) != texts:
+            if secrets.redact_values(texts) != texts:
                 content = OmegaConf.to_container(OmegaConf.load(path))
-                redacted = redact_values(content)
+                redacted = secrets.redact_values(content)
                 if redacted != content:
-                    write_text(path, OmegaConf.to_yaml(OmegaConf.create(redacted)))
+                    files.write_text(path, OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
 def _prepare(config: DictConfig) -> None:
@@ -207,16 +212,17 @@ def _needs_no_emulation(config: DictConfig) -> bool:
     """Return whether the precision of a job's config runs on this machine's device, which cannot
     emulate it."""
     from runner.config.resolve import resolve_spec
-    from runner.core.base.accelerator import choose_accelerator
-    from runner.core.config.targets import instantiate
+    from runner.core import accelerators, targets
 
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(ConfigError, Unavailable):
         spec = resolve_spec(own)
-        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
-        instantiate(spec.precision).require(device)
+        device = accelerators.choose_accelerator(
+            spec.accelerator.name, spec.accelerator.index
+        ).device
+        targets.instantiate(spec.precision).require(device)
         try:
-            instantiate({**spec.precision, "emulate": True}).require(device)
+            targets.instantiate({**spec.precision, "emulate": True}).require(device)
         except Unavailable:
             return True
     return False
@@ -267,12 +273,12 @@ def _prepare_search(config: DictConfig) -> None:
 
 def _task_direction(config: DictConfig) -> str:
     """Return max or min, whichever is better of the quality of a config's task; else empty."""
-    from runner.core.config.targets import RUNNER_KEYS, locate
+    from runner.core import targets
     from runner.data.task_target import build_task, task_problems
 
-    target = locate(str(config.task.get("_target_")))
+    target = targets.locate(str(config.task.get("_target_")))
     own = getattr(target, "direction", None)
-    added = [key for key in RUNNER_KEYS["task"] if config.task.get(key) is not None]
+    added = [key for key in targets.RUNNER_KEYS["task"] if config.task.get(key) is not None]
     if own is not None and not added:
         return str(own)
     task: Any = OmegaConf.to_container(config.task, resolve=True)

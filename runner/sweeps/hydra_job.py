@@ -22,17 +22,22 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from runner.config.hydra_plugins import ADVISE, MAIN_ARGUMENTS
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.resolve import register_schema, remove_keys, resolve_spec
-from runner.core.base import torchrun
-from runner.core.base.errors import ConfigError, RunnerError, Unavailable
-from runner.core.base.files import write_text
-from runner.core.base.formatting import override_key
-from runner.core.base.layout import LOG
-from runner.core.base.secrets import redact
-from runner.core.base.stop_signals import interrupt_status
-from runner.core.base.terminal import one_line, print_error, sanitize
-from runner.core.config.room import mode_named
+from runner.core import (
+    ConfigError,
+    RunnerError,
+    RunResult,
+    Unavailable,
+    files,
+    fmt,
+    layout,
+    mode_named,
+    secrets,
+    stop_signals,
+    terminal,
+    torchrun,
+)
 from runner.core.config.schema import AUTO
-from runner.core.run.result import RunResult, Status
+from runner.core.run.result import Status
 from runner.output.lasting_output import lasting_output
 from runner.sweeps.job_result import (
     is_sweep_job,
@@ -140,13 +145,15 @@ def run_job(config: DictConfig) -> float | None:
         if not sweeping and {path.name for path in folder.iterdir()} <= {".hydra"}:
             rmtree(folder, ignore_errors=True)
     except KeyboardInterrupt as error:
-        failure = _Failure("stopped", str(error) or "Interrupted.", interrupt_status(error))
+        failure = _Failure(
+            "stopped", str(error) or "Interrupted.", stop_signals.interrupt_status(error)
+        )
     except Exception as error:
-        text = redact(traceback.format_exc())
-        print(sanitize(text), file=sys.stderr)
+        text = secrets.redact(traceback.format_exc())
+        print(terminal.sanitize(text), file=sys.stderr)
         with suppress(OSError):  # a full disk
-            write_text(folder / "error.txt", text)
-        failure = _Failure("failed", redact(f"{type(error).__name__}: {error}"), 1)
+            files.write_text(folder / "error.txt", text)
+        failure = _Failure("failed", secrets.redact(f"{type(error).__name__}: {error}"), 1)
     if sweeping and not failure.has_result:
         record_result(config, folder, failure.status, failure.message)
     if leaves_line:
@@ -187,7 +194,7 @@ def _leaves_line(config: DictConfig) -> bool:
 def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) -> "RunResult":
     """Resolve a job's config and run it; a job that is finished already returns its result."""
     settings = HydraConfig.get()
-    name = one_line(" ".join(job_overrides())) if sweeping else ""
+    name = terminal.one_line(" ".join(job_overrides())) if sweeping else ""
     if sweeping and not leaves_line:
         print(f"\njob {settings.job.num}: {name}", flush=True)
     caveat = ""
@@ -201,7 +208,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:
             line = f"{finished.outcome} before"
-            print(sanitize(f"{finished.label}: {line}") if sweeping else line, flush=True)
+            print(terminal.sanitize(f"{finished.label}: {line}") if sweeping else line, flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = bool(config.checkpoint.path or config.checkpoint.resume)
@@ -214,7 +221,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
         # torch.optim imports it at its first use, which is outside of this context.
         import torch._dynamo  # noqa: F401
 
-        from runner.core.run.run import run_spec
+        from runner.core import run_spec
         from runner.tracking.result_table import print_result
     if is_first:
         # Imported modules stay: no later collection has to look through them.
@@ -228,7 +235,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
     from runner.sweeps.sweep_progress import job_label, print_job_line
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))
-    with closing(JobConsole(folder / LOG, label, _is_trial())) as console:
+    with closing(JobConsole(folder / layout.LOG, label, _is_trial())) as console:
         result = run_spec(spec, folder, invocation, console, partial(print_result, console))
     print_job_line(folder)
     return result
@@ -247,7 +254,7 @@ def _raise_eps(config: DictConfig, job: str) -> str:
     settings = HydraConfig.get()
     least = settings.callbacks["sweep"].least_eps.get(settings.runtime.choices["precision"], 0.0)
     eps = config.optimizer.get("eps")
-    is_typed = "optimizer.eps" in map(override_key, job_overrides())
+    is_typed = "optimizer.eps" in map(fmt.override_key, job_overrides())
     if isinstance(eps, float) and eps < least and not is_typed:
         config.optimizer.eps = least
         change = f"optimizer.eps={least:g} in place of {eps:g}"
@@ -294,4 +301,4 @@ def rare_garbage_collection() -> Iterator[None]:
 def print_error_once(error: RunnerError) -> None:
     """Print an error, or that a signal stopped the run, in one of torchrun's processes."""
     if torchrun.claim_message(str(error)):
-        print_error(str(error), mark="" if error.exit_status > 128 else "error: ")
+        terminal.print_error(str(error), mark="" if error.exit_status > 128 else "error: ")

@@ -17,10 +17,7 @@ from runner.config.given_objects import given_keys
 from runner.config.hydra_plugins import register_resolver
 from runner.config.overrides import as_typed, override_texts
 from runner.config.resolve import KEY_PREFIX
-from runner.core.base.formatting import override_key
-from runner.core.base.layout import MANIFEST
-from runner.core.base.secrets import redact_override
-from runner.core.config.invocation import Invocation
+from runner.core import Invocation, fmt, layout, secrets
 from runner.sweeps.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ def is_sweep_job() -> bool:
     """Return whether HydraConfig's job is one of a sweep: it has a number in a sweep's folder."""
     settings = HydraConfig.get()
     has_number = not OmegaConf.is_missing(settings.job, "num")
-    return has_number and Path(settings.sweep.dir, MANIFEST).is_file()
+    return has_number and Path(settings.sweep.dir, layout.MANIFEST).is_file()
 
 
 def use_sweep_time() -> None:
@@ -50,14 +47,15 @@ def job_overrides() -> tuple[str, ...]:
     Keys that a sweep leaves out for the job's precision are missing.
     """
     typed = map(as_typed, override_texts(HydraConfig.get().overrides.task))
-    texts = tuple(map(redact_override, typed))
+    texts = tuple(map(secrets.redact_override, typed))
     if not is_sweep_job():
         return texts
     left_out = keys_left_out_of_job()
-    texts = tuple(text for text in texts if override_key(text) not in left_out)
+    texts = tuple(text for text in texts if fmt.override_key(text) not in left_out)
     # A plus that was typed for other precisions of the sweep says nothing of this job's.
     return tuple(
-        text.lstrip("+") if override_key(text).startswith(KEY_PREFIX) else text for text in texts
+        text.lstrip("+") if fmt.override_key(text).startswith(KEY_PREFIX) else text
+        for text in texts
     )
 
 
@@ -89,7 +87,7 @@ def job_invocation(sweeping: bool) -> Invocation:
     # Compared by key: the text of a value changes when Hydra quotes it again for a job.
     typed = OverridesParser.create().parse_overrides([*sweep.overrides])
     fixed = {override.key_or_group for override in typed if not override.is_sweep_override()}
-    keyed = ((override_key(text), text) for text in overrides)
+    keyed = ((fmt.override_key(text), text) for text in overrides)
     # Keys of tracking say where a run is recorded and name no job; sweep.resume may change them.
     swept = (text for key, text in keyed if key not in fixed and not key.startswith("tracking."))
     left_out = tuple(keys_left_out_of_job())
@@ -116,10 +114,10 @@ def record_result(config: DictConfig, folder: Path, status: "Status", message: s
         status: how the job ended.
         message: why, for the table, the report and MLflow.
     """
-    from runner.core.run.result import RunResult
+    from runner.core import RunResult
 
     precision, *words = job_words()
-    settings = [text for text in words if override_key(text) != "seed"]
+    settings = [text for text in words if fmt.override_key(text) != "seed"]
     RunResult(
         precision=precision,
         label=" ".join([precision, *words]),

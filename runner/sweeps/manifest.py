@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import read_json, write_json
-from runner.core.base.layout import MANIFEST
-from runner.core.base.secrets import redact_values
+from runner.core import ConfigError, files, layout, secrets, signature
 from runner.core.config.annotations import dataclass_fields_from_json
-from runner.core.config.signature import is_signed, sign
 
 _WORD_LIST_KEYS = ("command", "overrides", "left_out")
 
@@ -57,18 +53,18 @@ class Manifest:
 
     def signed(self) -> "Manifest":
         """Return the manifest of a command that this user has typed, with its signature."""
-        return replace(self, signature=sign(MANIFEST, self._signed_text))
+        return replace(self, signature=signature.sign(layout.MANIFEST, self._signed_text))
 
     @property
     def is_signed_by_user(self) -> bool:
         """Return whether this user has typed the command, in the manifest's working directory."""
-        return is_signed(MANIFEST, self._signed_text, self.signature)
+        return signature.is_signed(layout.MANIFEST, self._signed_text, self.signature)
 
     @property
     def _signed_text(self) -> str:
         # As the file holds it, without secrets. Relative paths of the command, as that of
         # --config-dir, are read from the directory.
-        return json.dumps(redact_values([self.cwd, *self.command]))
+        return json.dumps(secrets.redact_values([self.cwd, *self.command]))
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -77,11 +73,11 @@ class Manifest:
         Raises:
             ConfigError: the folder holds none, or a damaged one.
         """
-        path = folder / MANIFEST
+        path = folder / layout.MANIFEST
         if not path.is_file():
-            raise ConfigError(f"{folder} is not a sweep: it holds no {MANIFEST}.")
+            raise ConfigError(f"{folder} is not a sweep: it holds no {layout.MANIFEST}.")
         try:
-            values = dataclass_fields_from_json(cls, read_json(path))
+            values = dataclass_fields_from_json(cls, files.read_json(path))
             for key in _WORD_LIST_KEYS:
                 values[key] = [str(word) for word in values.get(key, ())]
             return cls(**values)
@@ -94,4 +90,4 @@ class Manifest:
         Raises:
             OSError: the file cannot be written.
         """
-        write_json(folder / MANIFEST, asdict(self))
+        files.write_json(folder / layout.MANIFEST, asdict(self))

@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from runner.core.base.errors import ConfigError
-from runner.core.config.room import Mode, Room
-from runner.core.config.schema import RunSpec, count_problems
+from runner.core import ConfigError, Mode, Room, RunSpec
+from runner.core.config.schema import count_problems
 
 if TYPE_CHECKING:
-    from runner.core.loop.strategy import Strategy
-    from runner.core.run.context import PlannedRun
+    from runner.core import PlannedRun, Strategy
 
 OBJECTIVES = ("time", "memory", "quality")
 MIN_BUDGET_SECONDS = 10

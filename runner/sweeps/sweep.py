@@ -22,17 +22,20 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from runner.config.overrides import override_texts, without_program_options
-from runner.core.base.errors import RunnerError
-from runner.core.base.files import check_links, folder_lock
-from runner.core.base.formatting import grouped, now_ms, relative_path
-from runner.core.base.layout import RESULT, VERDICT
-from runner.core.base.secrets import redact, redact_override
-from runner.core.base.terminal import print_error, quote_command, sanitize
-from runner.core.config.targets import build_group
-from runner.core.record.journal import latest_journal
+from runner.core import (
+    RunInfo,
+    RunnerError,
+    RunResult,
+    Tracker,
+    files,
+    fmt,
+    journals,
+    layout,
+    secrets,
+    targets,
+    terminal,
+)
 from runner.core.record.record_lines import Status
-from runner.core.record.tracker import RunInfo, Tracker
-from runner.core.run.result import RunResult
 from runner.output.console import plain_console, without_numbers
 from runner.output.markup import markdown_code, terminal_table
 from runner.sweeps.manifest import Manifest
@@ -123,22 +126,22 @@ class Sweep:
         self._early_end = ""
         self._has_begun = False
         self._has_new_folder = not folder.exists()
-        check_links(folder)
+        files.check_links(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # Released at once where the sweep is refused: a notebook keeps the error, and with it this
         # object.
         with ExitStack() as lock:
-            lock.enter_context(folder_lock(folder))
+            lock.enter_context(files.folder_lock(folder))
             former = Manifest.read(folder) if resume else None
             if former is not None:
                 manifest = with_longer_lists(former, overrides)
             else:
                 command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
                 sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
-                manifest = Manifest(sweep_id, command, overrides, str(Path.cwd()), now_ms())
+                manifest = Manifest(sweep_id, command, overrides, str(Path.cwd()), fmt.now_ms())
                 manifest = manifest.signed()
             self.manifest = replace(manifest, left_out=left_out, finished=False)
-            self.tracker: Tracker = build_group("tracking", tracking)
+            self.tracker: Tracker = targets.build_group("tracking", tracking)
             self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
             self.tracker.check_store()
             # A sweep that is killed from here on is found as unfinished by sweep.resume=last.
@@ -153,8 +156,8 @@ class Sweep:
             return
         self._has_begun = True
         if self.manifest.jobs > 1:
-            jobs = f"{self.manifest.jobs} jobs in {relative_path(self.folder)}"
-            print(sanitize(f"{self._name}; {jobs}"), flush=True)
+            jobs = f"{self.manifest.jobs} jobs in {fmt.relative_path(self.folder)}"
+            print(terminal.sanitize(f"{self._name}; {jobs}"), flush=True)
         if not self.joins_other_sweep:
             self._open_parent_run(self._name, self._former)
             # The writer of records imports mlflow, for seconds of a processor that the first job
@@ -173,22 +176,22 @@ class Sweep:
         overrides = self.manifest.overrides
         # The swept keys, without those of a preset, arrange the dashboard.
         swept = swept_counts(overrides)
-        words = [redact_override(word).lstrip("+").partition("=") for word in overrides]
+        words = [secrets.redact_override(word).lstrip("+").partition("=") for word in overrides]
         # What all jobs share: MLflow's parameters cannot change, and a swept list may get longer.
         params = {key: text for key, equals, text in words if equals and key not in swept}
         sweep_id = self.manifest.id
         tags = {
             "sweep_id": sweep_id,
             "output_dir": str(self.folder),
-            "command": quote_command(command),
+            "command": terminal.quote_command(command),
             "swept": " ".join(swept),
         }
         if former and former.overrides != overrides:
             tags["mlflow.runName"] = name
-        previous = latest_journal(self.folder) if former else None
+        previous = journals.latest_journal(self.folder) if former else None
         info = RunInfo(self.folder, params, tags, name, sweep_id, "sweep", previous)
         self.tracker.open(info)
-        self.tracker.note(notes.running_note(quote_command(command)))
+        self.tracker.note(notes.running_note(terminal.quote_command(command)))
 
     def accept_untried_jobs(self) -> None:
         """Let jobs that were not tried be no failure as long as another one finishes."""
@@ -232,7 +235,7 @@ class Sweep:
         if data.jobs and not data.request:
             _print_results(console, data.results)
         if self._early_end:
-            console.print(sanitize(self._early_end), markup=False, soft_wrap=True)
+            console.print(terminal.sanitize(self._early_end), markup=False, soft_wrap=True)
         # Before the report: its charts and its upload take seconds.
         if not self.joins_other_sweep:
             _print_conclusion(console, data)
@@ -267,7 +270,7 @@ class Sweep:
 
     def _time_of_newest_result(self) -> float:
         """Return when a job last wrote its result, in seconds by the clock of the file system."""
-        written = (path.stat().st_mtime for path in self.folder.glob(f"*/{RESULT}"))
+        written = (path.stat().st_mtime for path in self.folder.glob(f"*/{layout.RESULT}"))
         return max(written, default=0.0)
 
     def _leave_nothing(self, status: int) -> int:
@@ -282,7 +285,7 @@ class Sweep:
         try:
             self.tracker.check()
         except RunnerError as error:
-            print_error(str(error))
+            terminal.print_error(str(error))
             return True
         return False
 
@@ -302,7 +305,7 @@ class Sweep:
             for path in paths:
                 self.tracker.artifact(path)
             record = data.answer.record
-            self.tracker.log_metrics([(record.steps, now_ms(), record.metrics)])
+            self.tracker.log_metrics([(record.steps, fmt.now_ms(), record.metrics)])
             self.tracker.tags(record.tags)
             ids = (self.tracker.experiment_id, self.tracker.run_id)
             note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
@@ -337,7 +340,7 @@ class Sweep:
 
     def _print_locations(self, console: Console, results: Sequence[RunResult]) -> None:
         """Print where the parent run, the dashboard and the report are, and how to resume."""
-        uri = redact(getattr(self.tracker, "uri", ""))
+        uri = secrets.redact(getattr(self.tracker, "uri", ""))
         experiment = getattr(self.tracker, "experiment", "")
         parent = RunResult(
             precision="",
@@ -352,7 +355,7 @@ class Sweep:
         for name, text in page_lines(parent, "parent run", REPORT_PAGE):
             console.print(f"{name}: {text}", soft_wrap=True)
         console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
-        verdict = self.folder / VERDICT
+        verdict = self.folder / layout.VERDICT
         if verdict.is_file():
             console.print(f"verdict: {verdict}", soft_wrap=True)
         if not self.manifest.finished:
@@ -372,7 +375,7 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
         # And one for the jobs of a precision whose errors differ in their numbers.
         first = first_errors.setdefault((result.precision, without_numbers(error)), error)
         pairs.append((first, result.label if first == error else f"{result.label} alike"))
-    for error, labels in grouped(pair for pair in pairs if pair[0]).items():
+    for error, labels in fmt.grouped(pair for pair in pairs if pair[0]).items():
         console.print(f"{join_names(labels)}: {error}", markup=False, soft_wrap=True)
 
 

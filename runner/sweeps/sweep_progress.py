@@ -9,10 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import format_duration, now_ms
-from runner.core.base.layout import ADVICE, CONFIG, MANIFEST, RESULT
-from runner.core.run.result import UNTRIED, RunResult
+from runner.core import ConfigError, RunResult, fmt, layout
+from runner.core.run.result import UNTRIED
 from runner.output.console import plain_console, without_numbers
 from runner.sweeps.manifest import Manifest
 from runner.tracking.result_table import read_results, result_line
@@ -33,12 +31,12 @@ def job_label(sweep: Path, name: str) -> Callable[[], str]:
     job_seconds = _mean_job_seconds(sweep, manifest.jobs_at_once, ended)
     # Short: a terminal of 80 columns has the bar, too.
     place = _place(manifest, len(ended) + 1, "/", "/")
-    began_ms = now_ms()
+    began_ms = fmt.now_ms()
 
     def label() -> str:
-        elapsed = (now_ms() - began_ms) / 1e3
+        elapsed = (fmt.now_ms() - began_ms) / 1e3
         left = _seconds_left(manifest, len(ended), job_seconds, elapsed)
-        return f"{place}{f', {format_duration(left)} left' if left >= 1 else ''}  {name}"
+        return f"{place}{f', {fmt.format_duration(left)} left' if left >= 1 else ''}  {name}"
 
     return label
 
@@ -65,14 +63,14 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         if known:
             line += f", as {known}"
         # Any other job has printed why it failed.
-        elif reason and (is_untried or is_elsewhere or (sweep / ADVICE).is_file()):
+        elif reason and (is_untried or is_elsewhere or (sweep / layout.ADVICE).is_file()):
             line += f", because {reason}" if is_untried else f": {reason}"
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():
             job_seconds = _mean_job_seconds(sweep, manifest.jobs_at_once, ended)
             left = _seconds_left(manifest, len(ended), job_seconds)
             of = "budget" if manifest.budget_end_ms else "sweep"
-            line += f"; about {format_duration(left)} of the {of} left" if left >= 1 else ""
+            line += f"; about {fmt.format_duration(left)} of the {of} left" if left >= 1 else ""
         plain_console().print(line, soft_wrap=True)
 
 
@@ -98,15 +96,15 @@ def _ended_results(sweep: Path) -> list[RunResult]:
     """Return the results of the jobs that have ended; one that a signal stopped runs again."""
     # The results of jobs that a resumed sweep runs again are older than its manifest. A job
     # without a result has no precision.
-    begun = (sweep / MANIFEST).stat().st_mtime
+    begun = (sweep / layout.MANIFEST).stat().st_mtime
     # The manifest of mode=advise is written anew between trials, and a trial that fails is final.
-    is_advice = (sweep / ADVICE).is_file()
+    is_advice = (sweep / layout.ADVICE).is_file()
     ended = []
     for result in read_results(sweep):
         is_final = result.status == "finished" or result.diverged or is_advice
         if not result.precision or result.status == "stopped":
             continue
-        if is_final or _file_time(result, RESULT) >= begun:
+        if is_final or _file_time(result, layout.RESULT) >= begun:
             ended.append(result)
     return ended
 
@@ -127,16 +125,16 @@ def _mean_job_seconds(sweep: Path, places: int, ended: Sequence[RunResult]) -> f
         places: how many jobs run at once; 0 where that is not known.
         ended: results of the jobs that have ended.
     """
-    begun = (sweep / MANIFEST).stat().st_mtime
-    ordered = sorted(ended, key=lambda result: _file_time(result, RESULT))
+    begun = (sweep / layout.MANIFEST).stat().st_mtime
+    ordered = sorted(ended, key=lambda result: _file_time(result, layout.RESULT))
     seconds = []
     for number, result in enumerate(ordered):
         # A job that failed before it trained took no time.
         if not (result.seconds and places):
             continue
-        before = _file_time(ordered[number - places], RESULT) if number >= places else 0.0
-        since = before if before >= begun else _file_time(result, CONFIG)
-        seconds.append(_file_time(result, RESULT) - since)
+        before = _file_time(ordered[number - places], layout.RESULT) if number >= places else 0.0
+        since = before if before >= begun else _file_time(result, layout.CONFIG)
+        seconds.append(_file_time(result, layout.RESULT) - since)
     return fmean(seconds[-RECENT_JOBS:]) if seconds else 0.0
 
 
@@ -163,7 +161,7 @@ def _seconds_left(
         elapsed: seconds since the next job began.
     """
     if manifest.budget_end_ms:
-        return (manifest.budget_end_ms - now_ms()) / 1e3
+        return (manifest.budget_end_ms - fmt.now_ms()) / 1e3
     rest = manifest.jobs - ended
     if not job_seconds or rest <= 0:
         return 0.0

@@ -11,14 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.given_objects import given_keys
 from runner.config.overrides import as_typed, rewrite_arguments
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import override_key, quote_value
-from runner.core.base.layout import MANIFEST, RESULT
-from runner.core.base.secrets import redact
-from runner.core.base.terminal import quote_command, sanitize
+from runner.core import ConfigError, RunResult, fmt, layout, secrets, signature, terminal
 from runner.core.config.invocation import python_call
-from runner.core.config.signature import describe_key_location
-from runner.core.run.result import RunResult
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.room import ROOM
 from runner.tracking import locate
@@ -54,7 +48,7 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is no such sweep here, or the command changes more than it may.
     """
-    resume = [text for text in argv if override_key(text) == RESUME_KEY]
+    resume = [text for text in argv if fmt.override_key(text) == RESUME_KEY]
     added = [text for text in argv if text not in (*resume, "-m", "--multirun")]
     lists = [text for text in added if "," in text and not text.startswith(_NO_LISTS)]
     added = [text for text in added if text not in lists]
@@ -65,7 +59,7 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
     # The manifest is a file that others may have written: no other program is started.
     if [*manifest.command[:3]] != RUNNER_COMMAND:
         raise ConfigError(
-            f"{folder / MANIFEST} is damaged: its command is not a command of the runner."
+            f"{folder / layout.MANIFEST} is damaged: its command is not a command of the runner."
         )
     _check_trusted(manifest, [*added, *lists], name)
     # Words of the sweep's own command change nothing.
@@ -81,14 +75,14 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
         )
     # Redacted words are typed again, see _check_added(), as are tracking.* and others.
     command = _with_lists(manifest.command[3:], lists, folder)
-    replaced = {"hydra.sweep.dir", *map(override_key, added)}
-    command = [word for word in command if override_key(word) not in replaced]
+    replaced = {"hydra.sweep.dir", *map(fmt.override_key, added)}
+    command = [word for word in command if fmt.override_key(word) not in replaced]
     _select_recorded_store(folder, [*command, *added])
     # Hydra then runs the sweep again in its own folder.
     return [
         *command,
         *added,
-        f"hydra.sweep.dir={quote_value(str(folder.absolute()))}",
+        f"hydra.sweep.dir={fmt.quote_value(str(folder.absolute()))}",
         "hydra.callbacks.sweep.resume=true",
         "hydra.mode=MULTIRUN",
     ]
@@ -110,8 +104,8 @@ def _with_lists(command: Sequence[str], lists: Sequence[str], folder: Path) -> l
             "runner report <A> <B> reports both."
         )
     for word in map(as_typed, rewrite_arguments(lists)):
-        key = override_key(word)
-        places = [i for i, text in enumerate(words) if override_key(text) == key]
+        key = fmt.override_key(word)
+        places = [i for i, text in enumerate(words) if fmt.override_key(text) == key]
         if word.startswith(_SEED) and not places:
             seeds = {result.seed for result in read_results(folder)} - {None}
             if len(seeds) == 1:
@@ -159,9 +153,9 @@ def with_longer_lists(manifest: Manifest, overrides: Sequence[str]) -> Manifest:
     """
     old = {*map(as_typed, manifest.overrides)}
     lists = [text for text in map(as_typed, overrides) if "," in text and text not in old]
-    by_key = {override_key(text): text for text in lists if not text.startswith(_TRACKING)}
-    command = [by_key.get(override_key(text), text) for text in manifest.command]
-    fields = [by_key.get(override_key(text), text) for text in manifest.overrides]
+    by_key = {fmt.override_key(text): text for text in lists if not text.startswith(_TRACKING)}
+    command = [by_key.get(fmt.override_key(text), text) for text in manifest.command]
+    fields = [by_key.get(fmt.override_key(text), text) for text in manifest.overrides]
     added = [text for text in by_key.values() if text not in fields]
     longer = replace(manifest, command=[*command, *added], overrides=[*fields, *added])
     return longer.signed() if manifest.is_signed_by_user else longer
@@ -205,7 +199,8 @@ def _check_trusted(manifest: Manifest, typed: Sequence[str], name: str) -> None:
     if not manifest.is_signed_by_user and not command.issubset(typed):
         raise ConfigError(
             f"{RESUME_KEY}={name}: the sweep's command is not signed with your key "
-            f"({describe_key_location()}), and is not run: {quote_command(manifest.command)}. If "
+            f"({signature.describe_key_location()}), and is not run: "
+            f"{terminal.quote_command(manifest.command)}. If "
             f"you trust it, type it, and {RESUME_KEY}={name} behind it."
         )
 
@@ -218,16 +213,16 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
         manifest: the sweep's.
         name: value of `sweep.resume=`.
     """
-    secret_keys = {override_key(word) for word in manifest.command if _REDACTION_MARK in word}
+    secret_keys = {fmt.override_key(word) for word in manifest.command if _REDACTION_MARK in word}
     for word in added:
-        if not word.startswith(_CHANGEABLE_PREFIXES) and override_key(word) not in secret_keys:
+        if not word.startswith(_CHANGEABLE_PREFIXES) and fmt.override_key(word) not in secret_keys:
             raise ConfigError(
                 f"{RESUME_KEY} runs a sweep with the settings that it was started with. Leave "
                 f"{word} out: only tracking.*, advise.max_gap, advise.tolerance, sweep.fail_fast "
                 "and sweep.verbose may change, and lists may get longer (seed=0,1,2,3). Other "
                 "settings are a new sweep."
             )
-    missing = sorted(secret_keys - {override_key(word) for word in added})
+    missing = sorted(secret_keys - {fmt.override_key(word) for word in added})
     if missing:
         raise ConfigError(
             f"{RESUME_KEY}={name}: the sweep's command held secrets, which are not stored. Type "
@@ -243,10 +238,10 @@ def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
     """
     if any(word.startswith("tracking=") for word in words):
         return
-    uris = [word.partition("=")[2] for word in words if override_key(word) == "tracking.uri"]
+    uris = [word.partition("=")[2] for word in words if fmt.override_key(word) == "tracking.uri"]
     uri = resumed_sweep_store(folder, uris[-1].strip("'\"") if uris else None)
     if uri is not None:
-        print(sanitize(f"continues the sweep in {redact(uri)}"), flush=True)
+        print(terminal.sanitize(f"continues the sweep in {secrets.redact(uri)}"), flush=True)
         if not uris:
             os.environ["MLFLOW_TRACKING_URI"] = uri
 
@@ -265,7 +260,7 @@ class Command(NamedTuple):
     def __str__(self) -> str:
         objects = given_keys()
         if not objects:
-            return quote_command([*RUNNER_COMMAND, *self.words])
+            return terminal.quote_command([*RUNNER_COMMAND, *self.words])
         return python_call(self.function, [word for word in self.words if "=" in word], objects)
 
 
@@ -289,7 +284,7 @@ def final_result(folder: Path, overrides: Sequence[str]) -> RunResult | None:
         folder: the job's.
         overrides: the job's this time; a search may choose others than before.
     """
-    if not (folder / RESULT).exists():
+    if not (folder / layout.RESULT).exists():
         return None
     result = RunResult.read(folder)
     is_final = result.status == "finished" or result.diverged
@@ -313,7 +308,7 @@ def _settings_of(result: RunResult, others: Collection[str]) -> set[str]:
 
 def _settings(overrides: Sequence[str]) -> set[str]:
     unlike = (_TRACKING, *_TOLERANCE)
-    return {redact(text) for text in overrides if not text.lstrip("+~").startswith(unlike)}
+    return {secrets.redact(text) for text in overrides if not text.lstrip("+~").startswith(unlike)}
 
 
 def _find_folder(name: str, uri: str | None, is_unfinished: bool) -> Path:

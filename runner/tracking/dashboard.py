@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from runner.core.base.formatting import now_ms
+from runner.core import fmt
 from runner.core.record.record_lines import NOTE_TAG
 from runner.output.markup import markdown_text
 
@@ -388,7 +388,7 @@ def ensure_dashboard(
         return None
     # Read now rather than cached: other runs, and users, change the tags meanwhile.
     tags = dict(client.get_experiment(experiment_id).tags)
-    new = tags_to_set(tags, experiment_id, version, now_ms(), metrics, sweep)
+    new = tags_to_set(tags, experiment_id, version, fmt.now_ms(), metrics, sweep)
     for key, value in new.items():
         client.set_experiment_tag(experiment_id, key, value)
     for key in tags_to_delete({**tags, **new}):

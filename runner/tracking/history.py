@@ -17,9 +17,7 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.core.base.files import replaced_file
-from runner.core.base.layout import HISTORY, METRICS
-from runner.core.record import journal as journals
+from runner.core import files, journals, layout
 from runner.core.record.metric_names import LOSS_SCALE_CHANGES
 from runner.data.unpacked import MAX_UNPACKED_BYTES
 from runner.tracking.upload_state import RefusedError
@@ -61,8 +59,8 @@ def _curves(paths: Iterable[Path]) -> dict[str, Curve]:
 def from_folder(folder: Path) -> dict[str, Curve]:
     """Return the metrics of the last run in a folder; empty if nothing was recorded."""
     newest = journals.latest_journal(folder)
-    archive = folder / HISTORY
-    metrics = folder / METRICS
+    archive = folder / layout.HISTORY
+    metrics = folder / layout.METRICS
     # A run may have been resumed with another tracking: the file that was written last counts.
     if metrics.is_file() and _is_newer(metrics, newest) and _is_newer(metrics, archive):
         return _curves([metrics])
@@ -121,7 +119,7 @@ def write_history(path: Path, curves: Mapping[str, Curve]) -> Path:
 
 
 def _write_archive(path: Path, curves: Mapping[str, Curve]) -> Path:
-    with replaced_file(path) as file:
+    with files.replaced_file(path) as file:
         np.savez_compressed(file, **curves)  # pyright: ignore[reportArgumentType]
     return path
 
@@ -150,4 +148,4 @@ def read_history(data: Path | bytes) -> dict[str, Curve]:
                 raise ValueError("it holds no curves")
             return curves
     except Exception as error:  # zipfile and NumPy raise many kinds
-        raise ValueError(f"{HISTORY} is damaged: {error}") from error
+        raise ValueError(f"{layout.HISTORY} is damaged: {error}") from error

@@ -7,13 +7,11 @@ Nothing in this module imports torch before a checkpoint is loaded: `runner repo
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.layout import MANIFEST
-from runner.core.record.checkpoint_file import checkpoints_in, checkpoints_of_run
+from runner.core import ConfigError, checkpoint_file, layout
 from runner.tracking.reader import folder_of_run
 
 if TYPE_CHECKING:
-    from runner.core.record.checkpoint_file import LoadedCheckpoint
+    from runner.core import LoadedCheckpoint
 
 
 def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
@@ -62,12 +60,12 @@ def load_newest(
     Raises:
         ConfigError: there is none.
     """
-    from runner.core.record.checkpoint_file import LoadedCheckpoint, load
+    from runner.core import LoadedCheckpoint, checkpoint_file
 
     problem = ConfigError("")
     for path in _find_checkpoints(where, tracking_uri, key):
         try:
-            return LoadedCheckpoint(path, load(path))
+            return LoadedCheckpoint(path, checkpoint_file.load(path))
         except ConfigError as error:
             problem = error
             notes.append(f"skipped {path}: it is damaged")
@@ -86,7 +84,7 @@ def _find_checkpoints(where: str, tracking_uri: str | None, key: str) -> list[Pa
         path = resolve_path(where, tracking_uri, key)
     except OSError as error:  # a name that is too long, a loop of links
         raise ConfigError(f"{key}={where}: {error.strerror}. Type a file or folder.") from error
-    checkpoints = checkpoints_of_run(path) or checkpoints_in(path)
+    checkpoints = checkpoint_file.checkpoints_of_run(path) or checkpoint_file.checkpoints_in(path)
     if not checkpoints:
         other = ""
         if key == "init.weights":
@@ -109,7 +107,7 @@ def newest_runs(folder: Path) -> list[Path]:
 def newest_sweeps(folder: Path = Path("outputs/sweeps")) -> list[Path]:
     """Return the folders of sweeps that hold a manifest, newest first."""
     # A sweep's folder is named by its start time.
-    return [path.parent for path in sorted(folder.glob(f"*/{MANIFEST}"), reverse=True)]
+    return [path.parent for path in sorted(folder.glob(f"*/{layout.MANIFEST}"), reverse=True)]
 
 
 def find_sweep(where: str, tracking_uri: str | None, key: str) -> Path | None:
@@ -126,6 +124,6 @@ def find_sweep(where: str, tracking_uri: str | None, key: str) -> Path | None:
     path = resolve_path(where, tracking_uri, key)
     # A job's folder is in its sweep's.
     for folder in (path, path.parent):
-        if (folder / MANIFEST).is_file():
+        if (folder / layout.MANIFEST).is_file():
             return folder
     return None

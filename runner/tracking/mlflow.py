@@ -14,15 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from runner.core.base.errors import ConfigError, TrackingError
-from runner.core.base.formatting import now_ms, relative_path
-from runner.core.base.secrets import redact, redact_values
-from runner.core.base.terminal import quote_command
+from runner.core import (
+    ConfigError,
+    RunInfo,
+    Tracker,
+    errors,
+    fmt,
+    journals,
+    secrets,
+    signature,
+    terminal,
+)
 from runner.core.config.schema import leaves
-from runner.core.config.signature import sign
-from runner.core.record.journal import Journal
 from runner.core.record.record_lines import NOTE_TAG, MetricRecord, Status, StopRequested
-from runner.core.record.tracker import RunInfo, RunPage, Tracker
+from runner.core.record.tracker import RunPage
 from runner.tracking import dashboard
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.notes import page_note
@@ -97,16 +102,16 @@ class MlflowTracker(Tracker):
         self.run_name = run_name
         # Hydra reads the dots of tracking.tags.ci.job=4711 as levels of a mapping.
         named = {name: value for name, value in leaves(tags or {}) if value != {}}
-        self.extra_tags = redact_values(named)
+        self.extra_tags = secrets.redact_values(named)
         # The runner's own text would replace a tag with the note.
         noted = self.extra_tags.pop(NOTE_TAG, None)
-        self.own_note = redact(note or noted or "")
+        self.own_note = secrets.redact(note or noted or "")
         self.sweep = sweep
         self.log_model = log_model
         self.register = register
         self.system_metrics = system_metrics
         self.patience = patience
-        self._journal: Journal | None = None
+        self._journal: journals.Journal | None = None
         self._status: JournalStatus | None = None
         self._writer: WriterProcess | None = None
         self._closed = False
@@ -124,7 +129,7 @@ class MlflowTracker(Tracker):
                 f"tracking.tags.{name} is a tag that the runner sets itself. Type another "
                 f"name, for example tracking.tags.my_{name}=..."
             )
-        self._journal = Journal(info.folder)
+        self._journal = journals.Journal(info.folder)
         self._journal.append("start", **self._start_record(info))
         self._opened_at = time.monotonic()
         self._status = JournalStatus(self._journal.path)
@@ -167,7 +172,8 @@ class MlflowTracker(Tracker):
 
         if Reader(self.uri).sweep(self.sweep) is None:
             raise ConfigError(
-                f"tracking.sweep={self.sweep}: there is no such sweep in {redact(self.uri)}. Type "
+                f"tracking.sweep={self.sweep}: there is no such sweep in "
+                f"{secrets.redact(self.uri)}. Type "
                 "the id that the sweep's report and parent run show, and tracking.uri=<its store>."
             )
 
@@ -198,7 +204,7 @@ class MlflowTracker(Tracker):
         seconds = now - self._opened_at
         # After close nothing is lost by an error, and the run's exit status shows it.
         if self._closed or seconds < REFUSAL_STOP_SECONDS:
-            raise TrackingError(self._explain(refusal))
+            raise errors.TrackingError(self._explain(refusal))
         if is_first_report:
             log.warning("%s Training continues.", self._explain(refusal))
 
@@ -211,14 +217,14 @@ class MlflowTracker(Tracker):
         # A run that is killed has a few seconds left, and a checkpoint to finish in them.
         killed = status == "KILLED"
         disk_seconds = 1.0 if killed else min(DISK_WAIT_SECONDS, self.patience)
-        self._journal.append_end(disk_seconds, status=status, error=error, time=now_ms())
+        self._journal.append_end(disk_seconds, status=status, error=error, time=fmt.now_ms())
         self._journal.close()
         # Without its end in the journal the upload never ends, and waiting for it is in vain.
         if self._journal.has_end:
             self._complete = self._status.wait(
                 self.patience,
                 lambda: killed or stopped(),
-                redact(self.uri),
+                secrets.redact(self.uri),
                 self._writer.keep_alive,
             )
         if killed or stopped():
@@ -248,9 +254,11 @@ class MlflowTracker(Tracker):
         self._status.refresh()
         return self._status.state
 
-    def _open_journal(self) -> Journal:
+    def _open_journal(self) -> journals.Journal:
         if self._journal is None or self._closed:
-            raise TrackingError("The tracker is not open: call open before, close after records.")
+            raise errors.TrackingError(
+                "The tracker is not open: call open before, close after records."
+            )
         return self._journal
 
     def _start_record(self, info: RunInfo) -> dict[str, object]:
@@ -267,12 +275,12 @@ class MlflowTracker(Tracker):
         tags = {**_source_tags(info.tags), **self.extra_tags, **info.tags, **sweep}
         return {
             "id": uuid.uuid4().hex,
-            "time": now_ms(),
+            "time": fmt.now_ms(),
             "uri": self.uri,
-            "signature": sign(STORE_SIGNATURE_PURPOSE, self.uri),
+            "signature": signature.sign(STORE_SIGNATURE_PURPOSE, self.uri),
             "experiment": self.experiment,
             "experiment_id": self.experiment_of_env,
-            "name": redact(self.run_name or info.name or "") or None,
+            "name": secrets.redact(self.run_name or info.name or "") or None,
             "params": _texts(info.params),
             "tags": _texts(tags),
             "sweep": sweep_id,
@@ -312,15 +320,19 @@ class MlflowTracker(Tracker):
     def _explain(self, reason: str) -> str:
         """Return why records are missing in the store, and how to upload them."""
         path = self._journal.path if self._journal else Path()
-        command = f"`python -m runner sync {quote_command([relative_path(path.parent)])}`"
+        command = (
+            f"`python -m runner sync {terminal.quote_command([fmt.relative_path(path.parent)])}`"
+        )
         if self._status and self._status.state.refusal:
             return (
-                f"{redact(self.uri)} does not take the run: {reason}. Its records are kept in "
+                f"{secrets.redact(self.uri)} does not take the run: {reason}. Its records are "
+                "kept in "
                 f"{path}: {command} uploads them once that is fixed; with tracking.uri=... it "
                 "uploads them to another store. To store nothing type tracking=none."
             )
         return (
-            f"The run is not stored completely in {redact(self.uri)}: {reason}. Its records are "
+            f"The run is not stored completely in {secrets.redact(self.uri)}: {reason}. Its "
+            "records are "
             f"kept in {path}: {command} uploads what a process in the background does not upload "
             "in the next five minutes."
         )

@@ -6,14 +6,13 @@ It is Markdown, in which no text of a user's becomes markup.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from runner.core.base.formatting import format_number
+from runner.core import RunResult, fmt
 from runner.core.record.tracker import RunPage
-from runner.core.run.result import RunResult
 from runner.output.markup import markdown_code, markdown_text
 from runner.tracking.result_table import result_rows
 
 if TYPE_CHECKING:
-    from runner.core.policy.conversion_report import ConversionReport
+    from runner.core import ConversionReport
 
 
 def page_note(page: RunPage) -> str:
@@ -46,7 +45,9 @@ def running_note(command: str) -> str:
 
 def finished_note(command: str, result: RunResult, report: "ConversionReport") -> str:
     """Return the note of a run that finished."""
-    metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
+    metrics = ", ".join(
+        f"{name} {fmt.format_number(value)}" for name, value in result.metrics.items()
+    )
     lines = [(name, text) for name, text in result_rows(result) if name not in result.metrics]
     table = [
         "| | |",

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from runner.core import journals
 from runner.core.config.signature import is_signed
-from runner.core.record.journal import has_live_owner, read_records
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState
 from runner.tracking.uri import is_configured_store
 from runner.tracking.writer_process import start_detached_writer
@@ -69,7 +69,7 @@ def journal_state(journal: Path) -> JournalState:
     # The trainer of an empty journal may be about to lock it; there is nothing to upload anyway.
     if state.done or journal.stat().st_size == 0:
         return "stored"
-    if has_live_owner(journal):
+    if journals.has_live_owner(journal):
         return "training"
     if state.is_locked():
         return "sending"
@@ -106,7 +106,7 @@ class JournalStore(NamedTuple):
 
 def journal_store(path: Path) -> JournalStore | None:
     """Return the store of one journal; None where it names none, as a damaged one does."""
-    start = next((record for record, _ in read_records(path)), {})
+    start = next((record for record, _ in journals.read_records(path)), {})
     progress = UploadState(path)
     progress.read()
     if isinstance(progress.uri, str):
@@ -149,23 +149,23 @@ def upload_in_background(folder: Path) -> int:
     Returns:
         The number of journals given to the writer: 0 while another such writer works there.
     """
-    journals: list[Path] = []
+    paths: list[Path] = []
     for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
         with suppress(OSError):
             store = journal_store(journal)
             if store and store.is_users and journal_state(journal) == "pending":
-                journals.append(journal)
-        if len(journals) == MAX_JOURNALS_PER_WRITER:
+                paths.append(journal)
+        if len(paths) == MAX_JOURNALS_PER_WRITER:
             break
-    if not journals:
+    if not paths:
         return 0
     # One such writer per folder: the commands of a batch system start together and find the same.
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        start_detached_writer(journals, lock)  # the writer inherits the lock
+        start_detached_writer(paths, lock)  # the writer inherits the lock
     except OSError:
         return 0
     finally:
         os.close(lock)
-    return len(journals)
+    return len(paths)

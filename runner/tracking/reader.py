@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.core.base.errors import ConfigError, TrackingError
-from runner.core.base.formatting import now_ms
-from runner.core.base.layout import HISTORY
-from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.secrets import redact
-from runner.core.record.journal import JOURNAL_TAG
+from runner.core import ConfigError, errors, fmt, journals, layout, secrets, suppress_warnings
 from runner.tracking import dashboard
 from runner.tracking.dashboard import REPORT_PAGE, SweepView, run_path
 from runner.tracking.history import Curve, read_history
@@ -82,7 +77,8 @@ class Reader:
         if database and not database.exists():
             if not make:
                 raise ConfigError(
-                    f"There is no store at {redact(uri)}: nothing was logged there yet. Type "
+                    f"There is no store at {secrets.redact(uri)}: nothing was logged there yet. "
+                    "Type "
                     "tracking.uri=... for another store."
                 )
             with suppress_warnings():
@@ -96,9 +92,11 @@ class Reader:
         try:
             run = _stored_run(self._ask(lambda: self.client.get_run(run_id)))
             if run.run_id != run_id:
-                raise TrackingError(f"{redact(self.uri)} does not answer as an MLflow store does.")
+                raise errors.TrackingError(
+                    f"{secrets.redact(self.uri)} does not answer as an MLflow store does."
+                )
             return run
-        except TrackingError as error:
+        except errors.TrackingError as error:
             # The second one is for a text that cannot be an id.
             code = getattr(error.__cause__, "error_code", "")
             if code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
@@ -153,7 +151,7 @@ class Reader:
         return [
             run
             for run in runs
-            if superseded.isdisjoint((run.run_id, run.tags.get(JOURNAL_TAG, run.run_id)))
+            if superseded.isdisjoint((run.run_id, run.tags.get(journals.JOURNAL_TAG, run.run_id)))
         ]
 
     def artifacts(self, run_id: str, folder: str = "") -> list[str]:
@@ -179,10 +177,11 @@ class Reader:
             try:
                 if path not in self.artifacts(run_id, path.rpartition("/")[0]):
                     return None
-            except TrackingError as outage:
+            except errors.TrackingError as outage:
                 reason = short_cause(str(outage))
-            raise TrackingError(
-                f"the artifact {path} of run {run_id} in {redact(self.uri)} could not be fetched: "
+            raise errors.TrackingError(
+                f"the artifact {path} of run {run_id} in {secrets.redact(self.uri)} could not "
+                "be fetched: "
                 f"{reason}"
             ) from error
 
@@ -193,7 +192,7 @@ class Reader:
         """
         try:
             return self.artifact(run_id, path)
-        except TrackingError as error:
+        except errors.TrackingError as error:
             self.notices.append(str(error))
             return None
 
@@ -217,7 +216,7 @@ class Reader:
         """
         # A damaged history is as good as none.
         with suppress(ValueError):
-            data = self.artifact_or_notice(run_id, HISTORY)
+            data = self.artifact_or_notice(run_id, layout.HISTORY)
             if data:
                 return read_history(data)
         run = self.run(run_id)
@@ -246,7 +245,7 @@ class Reader:
             # MLflow deletes no metric.
             if name.startswith("answer/"):
                 values.setdefault(name, math.nan)
-        points = [(name, value, now_ms(), step) for name, value in values.items()]
+        points = [(name, value, fmt.now_ms(), step) for name, value in values.items()]
         self._ask(lambda: store.log_points(run.run_id, points))
         self._ask(lambda: store.log_tags(run.run_id, tags))
         for name in run.tags.keys() - set(map(legal_name, tags)):
@@ -262,7 +261,7 @@ class Reader:
             return self._ask(
                 lambda: dashboard.ensure_dashboard(self.client, version, experiment_id, sweep=sweep)
             )
-        except TrackingError:
+        except errors.TrackingError:
             # A user without write permission still sees a dashboard that exists.
             key = dashboard.sweep_key(sweep.sweep_id) if sweep else dashboard.DASHBOARD_KEY
             exists = dashboard.VIEW_TAG_PREFIX + key in experiment.tags
@@ -295,15 +294,15 @@ class Reader:
             with suppress_warnings():
                 return call()
         except Exception as error:
-            raise TrackingError(
-                f"{redact(self.uri)} cannot be read: {_redacted_cause(error)}"
+            raise errors.TrackingError(
+                f"{secrets.redact(self.uri)} cannot be read: {_redacted_cause(error)}"
             ) from error
 
 
 def _redacted_cause(error: Exception) -> str:
     """Return the cause of an error, without secrets."""
     # Redacted before it is shortened: half of a secret fits no pattern.
-    return short_cause(redact(str(error)))
+    return short_cause(secrets.redact(str(error)))
 
 
 def _stored_run(run: "Run") -> StoredRun:
@@ -333,10 +332,11 @@ def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint"
     """
     uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
     run = None
-    with suppress(ConfigError, TrackingError):
+    with suppress(ConfigError, errors.TrackingError):
         run = Reader(uri).run(run_id)
     if run is None:
         raise ConfigError(
-            f"{key}={run_id} is neither a file, a folder nor the id of a run in {redact(uri)}."
+            f"{key}={run_id} is neither a file, a folder nor the id of a run in "
+            f"{secrets.redact(uri)}."
         )
     return Path(run.tags.get("output_dir", "missing"))

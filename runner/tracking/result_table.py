@@ -10,12 +10,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from runner.core.base.formatting import format_number
-from runner.core.base.layout import RESULT
-from runner.core.base.secrets import redact
-from runner.core.base.terminal import quote_command
+from runner.core import RunResult, fmt, layout, secrets, terminal
 from runner.core.record.tracker import Console
-from runner.core.run.result import UNTRIED, RunResult
+from runner.core.run.result import UNTRIED
 from runner.tracking.dashboard import run_path
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
@@ -102,9 +99,9 @@ def result_line(result: RunResult) -> str:
     # As wide as most names of a precision with a seed, so that the lines of a sweep are aligned.
     parts = [f"{result.label:<26}"]
     if result.quality in result.metrics:
-        parts.append(f"{result.quality} {format_number(result.objective)}")
+        parts.append(f"{result.quality} {fmt.format_number(result.objective)}")
     if result.examples_per_second:
-        parts.append(f"{format_number(result.examples_per_second)} examples/s")
+        parts.append(f"{fmt.format_number(result.examples_per_second)} examples/s")
     outcome = "not tried" if result.status in UNTRIED else result.outcome
     return "  ".join([*parts, outcome])
 
@@ -128,30 +125,30 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
     """Return name and text of each row of a run's table; rows without a text are left out."""
     rows = []
     for name, value in result.metrics.items():
-        rows.append((name, format_number(value)))
+        rows.append((name, fmt.format_number(value)))
         change = change_since_training(name, result)
         # Below it, its value in the precision that trained the checkpoint.
         if change is not None:
-            before = format_number(result.as_trained[name])
+            before = fmt.format_number(result.as_trained[name])
             rows.append(("  as trained", f"{before} in {result.trained_in}; change {change:+.4g}"))
     if result.best is not None and result.best != result.quality_value:
-        rows.append((f"best {result.quality}", format_number(result.best)))
+        rows.append((f"best {result.quality}", fmt.format_number(result.best)))
     rows += [
         ("steps", str(result.steps)),
         ("stopped by", result.stopped_by),
-        ("examples per second", format_number(result.examples_per_second)),
-        ("peak memory", f"{format_number(result.peak_memory_mib)} MiB"),
+        ("examples per second", fmt.format_number(result.examples_per_second)),
+        ("peak memory", f"{fmt.format_number(result.peak_memory_mib)} MiB"),
     ]
     if result.converted:
-        weights = f"{format_number(result.weights_mib)} MiB, {memory_saving(result)} saved"
+        weights = f"{fmt.format_number(result.weights_mib)} MiB, {memory_saving(result)} saved"
         rows.append(("converted", result.converted_share))
         rows.append(("converted layers", result.converted))
         rows.append(("weights", weights))
     if result.optimizer_mib:
-        rows.append(("optimizer state", f"{format_number(result.optimizer_mib)} MiB"))
+        rows.append(("optimizer state", f"{fmt.format_number(result.optimizer_mib)} MiB"))
     if result.loss_scale is not None:
         rows.append(("skipped steps", str(result.skipped_steps)))
-        rows.append(("final loss scale", format_number(result.loss_scale)))
+        rows.append(("final loss scale", fmt.format_number(result.loss_scale)))
     rows += [
         ("matrix work", result.matrix_work),
         ("kernels", result.kernels),
@@ -189,11 +186,11 @@ def ui_command(uri: str | None, experiment: str) -> str:
     """Return the command that serves the pages of a store without a server."""
     words = ["python", "-m", "runner", "ui"]
     # Only what differs from the defaults is shown: a short command is easier to copy.
-    if uri and uri != redact(resolve_uri(None, os.environ, Path.cwd())):
+    if uri and uri != secrets.redact(resolve_uri(None, os.environ, Path.cwd())):
         words.append(f"tracking.uri={uri}")
     if experiment and experiment != resolve_experiment(None, os.environ):
         words.append(f"tracking.experiment={experiment}")
-    return quote_command(words)
+    return terminal.quote_command(words)
 
 
 def memory_saving(result: RunResult) -> str:
@@ -218,8 +215,8 @@ def read_results(folder: Path) -> list[RunResult]:
         try:
             result = RunResult.read(job)
         except (OSError, ValueError):
-            is_damaged = (job / RESULT).exists()
-            why = f"its {RESULT} is damaged" if is_damaged else "died without a result"
+            is_damaged = (job / layout.RESULT).exists()
+            why = f"its {layout.RESULT} is damaged" if is_damaged else "died without a result"
             result = RunResult(
                 precision="", label=f"job {job.name}", folder=str(job), status="failed", error=why
             )

@@ -10,14 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 from runner.config.trusted_targets import folder_config
-from runner.core.base import torchrun
-from runner.core.base.errors import ConfigError, TrackingError
-from runner.core.base.formatting import override_key
-from runner.core.base.secrets import redact
-from runner.core.config.invocation import Invocation
-from runner.core.config.schema import RunSpec
-from runner.core.config.signature import describe_key_location
-from runner.core.record import journal
+from runner.core import ConfigError, Invocation, RunSpec, errors, fmt, secrets, signature, torchrun
+from runner.core import journals as journal
 from runner.tracking.pending import JournalStore, journal_store
 from runner.tracking.upload_state import UploadState
 from runner.tracking.uri import resolve_uri, sqlite_path
@@ -69,7 +63,7 @@ def with_run_store(
     if not torchrun.process_rank().is_main:
         return spec  # the first process records for all
     # `tracking` itself is typed where another option was.
-    keys = map(override_key, invocation.overrides)
+    keys = map(fmt.override_key, invocation.overrides)
     typed = [key for key in keys if key.partition(".")[0] == "tracking"]
     tracking = _tracking_settings(spec.tracking, folder, typed)
     target = tracking.get("_target_")
@@ -84,7 +78,7 @@ def with_run_store(
     _check_store(uri, last, waits, say)
     _check_earlier_journals(stores, uri)
     name = f"run {last.run_id}" if last.run_id else f"the run in {folder}"
-    say(f"continues {name} in {redact(uri)}")
+    say(f"continues {name} in {secrets.redact(uri)}")
     experiment = tracking.get("experiment") or last.experiment
     return replace(spec, tracking={**tracking, "uri": uri, "experiment": experiment})
 
@@ -184,9 +178,11 @@ def _chosen_uri(typed: str | None, last: JournalStore, what: str = "run") -> str
     if last.signed_by_user:
         return last.uri
     raise ConfigError(
-        f"{_RESUME_KEYS[what]}: the {what} is recorded in {redact(last.uri)}, as its journal "
-        f"says, which is not signed with your key ({describe_key_location()}). If you trust it, "
-        f"type tracking.uri={redact(last.uri)} to continue there, or tracking=none."
+        f"{_RESUME_KEYS[what]}: the {what} is recorded in {secrets.redact(last.uri)}, as its "
+        "journal "
+        f"says, which is not signed with your key ({signature.describe_key_location()}). If you "
+        "trust it, "
+        f"type tracking.uri={secrets.redact(last.uri)} to continue there, or tracking=none."
     )
 
 
@@ -200,12 +196,13 @@ def _check_store(
     key = _RESUME_KEYS[what]
     try:
         problem = _run_problem(uri, last.run_id)
-    except TrackingError as error:
+    except errors.TrackingError as error:
         if waits:
             say(f"warning: {error} Training continues; its records are kept in the run's folder.")
             return
         raise ConfigError(
-            f"{key}: the {what} is recorded in {redact(uri)}, and {error} Start the store, type "
+            f"{key}: the {what} is recorded in {secrets.redact(uri)}, and {error} Start the "
+            "store, type "
             "tracking.uri=<its address now>, or tracking=none to continue without a record."
         ) from error
     if not problem:
@@ -213,7 +210,7 @@ def _check_store(
     if _is_same_store(uri, last.uri):
         other = f"Type tracking.uri=<the store that holds it>, if the {what} was moved there"
     else:
-        other = f"Leave tracking.uri out to continue in {redact(last.uri)}"
+        other = f"Leave tracking.uri out to continue in {secrets.redact(last.uri)}"
     if what == "run":
         # Only a run can do without a record, or be begun anew from a checkpoint.
         other += ", tracking=none for no record, or init.weights=<its checkpoint> for a new run"
@@ -242,8 +239,10 @@ def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
             progress.release_lock()
         elif not store.signed_by_user:
             raise ConfigError(
-                f"{_RESUME_KEYS['run']}: {store.path} is to be sent to {redact(store.uri)}, and "
-                f"is not signed with your key ({describe_key_location()}). Delete it, or type "
+                f"{_RESUME_KEYS['run']}: {store.path} is to be sent to "
+                f"{secrets.redact(store.uri)}, and "
+                f"is not signed with your key ({signature.describe_key_location()}). Delete it, "
+                "or type "
                 "init.weights=<its checkpoint> to start a new run from its weights."
             )
 
@@ -255,7 +254,7 @@ def _is_same_store(one: str, other: str) -> bool:
     if file and other_file:
         # One file may have several URIs: relative, absolute or through a link.
         return file.resolve() == other_file.resolve()
-    return redact(one) == redact(other)
+    return secrets.redact(one) == secrets.redact(other)
 
 
 def _run_problem(uri: str, run_id: str | None) -> str:
@@ -283,11 +282,11 @@ def _run_problem(uri: str, run_id: str | None) -> str:
     if run_id is None:
         return ""
     if stage is None:
-        return f"{redact(uri)} does not hold its run {run_id}."
+        return f"{secrets.redact(uri)} does not hold its run {run_id}."
     if stage == "deleted":
         return (
-            f"its run {run_id} was deleted in {redact(uri)}. To have it back: "
-            f"MLFLOW_TRACKING_URI={redact(uri)} mlflow runs restore --run-id {run_id}."
+            f"its run {run_id} was deleted in {secrets.redact(uri)}. To have it back: "
+            f"MLFLOW_TRACKING_URI={secrets.redact(uri)} mlflow runs restore --run-id {run_id}."
         )
     return ""
 
@@ -302,8 +301,8 @@ def _lifecycle_stage(database: Path, run_id: str) -> str | None:
             row = file.execute(query, (run_id,)).fetchone()
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
-            raise TrackingError(f"{database} is locked.") from error
+            raise errors.TrackingError(f"{database} is locked.") from error
         return None  # a database without MLflow's tables holds no run
     except sqlite3.DatabaseError as error:
-        raise TrackingError(f"{database} cannot be read: {error}.") from error
+        raise errors.TrackingError(f"{database} cannot be read: {error}.") from error
     return str(row[0]) if row else None

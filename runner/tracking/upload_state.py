@@ -15,9 +15,7 @@ from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
-from runner.core.base.files import open_output
-from runner.core.config.signature import sign
-from runner.core.record.journal import STATE_FILE_BYTES
+from runner.core import files, journals, signature
 
 STORE_SIGNATURE_PURPOSE = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
@@ -117,7 +115,7 @@ class UploadState:
         if self.has_lock:
             return True
         # The journal and its state may name a store by a URI with a password: 0o600.
-        file = open_output(self._path, os.O_RDWR, 0o600)
+        file = files.open_output(self._path, os.O_RDWR, 0o600)
         # The lock ends with the process, so that a writer that was killed leaves none.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,13 +126,13 @@ class UploadState:
             # A file system without locks. Two writers send the same twice, which changes nothing.
             pass
         self._file = file
-        self._load(os.pread(file, STATE_FILE_BYTES, 0))
+        self._load(os.pread(file, journals.STATE_FILE_BYTES, 0))
         return True
 
     def read(self) -> bool:
         """Read the state without the lock; return False where no whole state is in the file."""
         with suppress(OSError), self._open_to_read() as file:
-            return self._load(os.pread(file.fileno(), STATE_FILE_BYTES, 0))
+            return self._load(os.pread(file.fileno(), journals.STATE_FILE_BYTES, 0))
         return False
 
     def is_locked(self) -> bool:
@@ -158,7 +156,7 @@ class UploadState:
         for name, value in changes.items():
             setattr(self, name, _shorten(value) if name in _TEXTS else value)
         # Padded to the fixed size: nothing of a longer text remains, and a full disk has the room.
-        text = json.dumps(self.as_dict()).ljust(STATE_FILE_BYTES - 1) + "\n"
+        text = json.dumps(self.as_dict()).ljust(journals.STATE_FILE_BYTES - 1) + "\n"
         os.pwrite(self._file, text.encode(), 0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,7 +174,7 @@ class UploadState:
             offset=0,
             tried=False,
             done=False,
-            signature=sign(STORE_SIGNATURE_PURPOSE, uri),
+            signature=signature.sign(STORE_SIGNATURE_PURPOSE, uri),
         )
 
     def forget_troubles(self) -> None:

@@ -16,9 +16,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import link_out_of, os_error_reason
-from runner.core.base.secrets import redact
+from runner.core import ConfigError, files, secrets
 from runner.tracking.upload_state import RefusedError
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     if uri == "":
         raise ConfigError("tracking.uri= is empty. Type tracking.uri=<store>, or leave it out.")
     store_uri = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
-    shown = redact(store_uri)
+    shown = secrets.redact(store_uri)
     source = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     if store_uri == "databricks":
         return store_uri
@@ -67,7 +65,8 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
         path, mark, query = rest.removeprefix("/").partition("?")
         if not path or path == ":memory:":
             raise ConfigError(
-                f"{source}={redact(store_uri)}: a store in memory is lost when its process ends. "
+                f"{source}={secrets.redact(store_uri)}: a store in memory is lost when its "
+                "process ends. "
                 "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
             )
         absolute = sqlite_uri(cwd.absolute() / unquote(path))
@@ -77,7 +76,8 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
     if scheme in ("", "file"):
         if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
             raise ConfigError(
-                f"{source}={redact(store_uri)} is a folder, and MLflow no longer keeps runs in "
+                f"{source}={secrets.redact(store_uri)} is a folder, and MLflow no longer keeps "
+                "runs in "
                 "plain folders. Type a database or a server: "
                 "tracking.uri=sqlite:///outputs/mlflow.db or tracking.uri=http://host:5000."
             )
@@ -129,10 +129,11 @@ def check_artifact_place(store: str, owner: str, place: Callable[[], str]) -> No
         folder = Path(local_file_uri_to_path(uri)).resolve()
         # MLflow makes a folder of this name for each run, so that no other file can be in it.
         is_own = _ID.fullmatch(owner) and folder.parts[-2:] == (owner, "artifacts")
-        is_wrong = not is_own or link_out_of(folder, folder) is not None
+        is_wrong = not is_own or files.link_out_of(folder, folder) is not None
     if is_wrong:
         raise RefusedError(
-            f"it names {redact(uri)} for the files of {owner}, which is no place of MLflow's for "
+            f"it names {secrets.redact(uri)} for the files of {owner}, which is no place of "
+            "MLflow's for "
             "them. Type tracking.uri=<the server of these runs>"
         )
 
@@ -220,7 +221,8 @@ def _check_writable(folder: Path, file: Path, uri: str) -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return
         raise ConfigError(
-            f"The store {redact(uri)} cannot be opened: {file}: {os_error_reason(error)}. Type "
+            f"The store {secrets.redact(uri)} cannot be opened: {file}: "
+            f"{files.os_error_reason(error)}. Type "
             "tracking.uri=sqlite:///<a file that can be written>, or tracking=none to store "
             "nothing."
         ) from error
@@ -235,11 +237,12 @@ def _check_driver(uri: str) -> None:
         make_url(uri).get_dialect().import_dbapi()
     except ValueError as error:
         # The error's text may hold a part of the password.
-        problem = f"The store {redact(uri)} cannot be opened: its port is no number"
+        problem = f"The store {secrets.redact(uri)} cannot be opened: its port is no number"
         raise ConfigError(f"{problem}. Type for example postgresql://host:5432/db.") from error
     except (ArgumentError, ImportError) as error:
         raise ConfigError(
-            f"The store {redact(uri)} cannot be opened: {error}. Install the package, or name the "
+            f"The store {secrets.redact(uri)} cannot be opened: {error}. Install the package, "
+            "or name the "
             "driver that you have in the URI, for example postgresql+psycopg2://."
         ) from error
 

@@ -16,9 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from runner.core.base.files import open_output
-from runner.core.base.stop_signals import signals_blocked
-from runner.core.record.journal import append_end_for_owner, latest_journal
+from runner.core import files, journals, stop_signals
 from runner.core.record.record_lines import Status
 from runner.tracking.journal_status import JournalStatus
 
@@ -38,7 +36,7 @@ def start_writer(folder: Path, keep: Sequence[int] = ()) -> subprocess.Popen[byt
         keep: file descriptors that it inherits.
     """
     root = str(Path(__file__).resolve().parents[2])
-    with _open_log(folder / "tracking.log") as log_file, signals_blocked():
+    with _open_log(folder / "tracking.log") as log_file, stop_signals.signals_blocked():
         return subprocess.Popen(
             # -P keeps the working directory off its path, where a user's file may have the name
             # of a module of the standard library.
@@ -55,7 +53,7 @@ def start_writer(folder: Path, keep: Sequence[int] = ()) -> subprocess.Popen[byt
 
 def _open_log(path: Path) -> IO[bytes]:
     try:
-        return os.fdopen(open_output(path, os.O_WRONLY | os.O_APPEND), "ab")
+        return os.fdopen(files.open_output(path, os.O_WRONLY | os.O_APPEND), "ab")
     except OSError:  # a full disk must not keep the writer from starting
         return Path(os.devnull).open("ab")
 
@@ -237,14 +235,14 @@ class JobJournal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
-        self._earlier = latest_journal(self._folder)
+        self._earlier = journals.latest_journal(self._folder)
         self._path: Path | None = None
 
     def find(self) -> None:
         """Name the journal to this process's writer, once the job has created it."""
         if self._path is not None:
             return
-        newest = latest_journal(self._folder)
+        newest = journals.latest_journal(self._folder)
         if newest != self._earlier and newest is not None:
             self._path = newest
             shared_writer().add_journal(newest)
@@ -262,5 +260,5 @@ class JobJournal:
         journal.refresh()
         if journal.is_closed:
             return None
-        append_end_for_owner(self._path, note, status, error)
+        journals.append_end_for_owner(self._path, note, status, error)
         return journal

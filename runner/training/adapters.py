@@ -18,11 +18,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.errors import ConfigError, Unavailable, refuse
-from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.modules import frozen_parts, matches_pattern, select_modules
-from runner.core.config.targets import instantiate
-from runner.core.policy.precision import Precision
+from runner.core import (
+    ConfigError,
+    Precision,
+    Unavailable,
+    module_tree,
+    refuse,
+    suppress_warnings,
+    targets,
+)
 from runner.precision.conversion import ROOT_NAME, ConversionRules, find_shared_weights
 from runner.precision.keep_fp32 import no_op_hook
 from runner.precision.layers import derived_weight
@@ -54,7 +58,7 @@ Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exa
 
 def build_adapter(node: Mapping[str, Any]) -> "Lora | None":
     """Build the adapter of a config node; None where it names none."""
-    return instantiate(node) if node.get("_target_") else None
+    return targets.instantiate(node) if node.get("_target_") else None
 
 
 @final
@@ -138,7 +142,7 @@ class Lora:
         Returns:
             The names of those with linear layers that no pattern of the adapter names.
         """
-        parts = frozen_parts(model)
+        parts = module_tree.frozen_parts(model)
         self._frozen_parts = tuple(parts)
         patterns = (*(self.modules or ()), *self.train)
         left = [name for name in parts if self._is_left_frozen(name, patterns)]
@@ -178,7 +182,7 @@ class Lora:
     def _names_experts(self, stack: str) -> bool:
         """Return whether adapter.modules names a stacked weight, by its dotted name."""
         patterns = [*map(str, self.modules or ())]
-        named = any(matches_pattern(pattern, stack) for pattern in patterns)
+        named = any(module_tree.matches_pattern(pattern, stack) for pattern in patterns)
         return named and not self._is_left_frozen(stack, patterns)
 
     def find_left_experts(self, model: nn.Module, layouts: Mapping[str, bool]) -> dict[str, int]:
@@ -269,7 +273,7 @@ class Lora:
             from peft import LoraConfig
 
         names = [name for name, _ in model.named_modules()]
-        selected = select_modules("adapter.train", self.train, names)
+        selected = module_tree.select_modules("adapter.train", self.train, names)
         trained = [name for name in selected if not self._is_left_frozen(name, self.train)]
         chosen = self._chosen_layers(model, bypassed)
         stacks = _stacks_by_layer(model)
@@ -339,7 +343,7 @@ class Lora:
         candidates = modules.keys() - stacks.keys()
         if self.modules is not None:
             names = [*called.values(), *later]
-            candidates = select_modules("adapter.modules", self.modules, names)
+            candidates = module_tree.select_modules("adapter.modules", self.modules, names)
         patterns = self.modules or ()
         candidates = {n for n in candidates - later if not self._is_left_frozen(n, patterns)}
         shared = find_shared_weights(model)
@@ -366,7 +370,7 @@ class Lora:
         typed = [str(pattern) for pattern in self.modules or ()]
         # A run says of layers that are never called that they get none.
         known = [*(called[name] for name in chosen), *bypassed, *later]
-        idle = [p for p in typed if not any(matches_pattern(p, name) for name in known)]
+        idle = [p for p in typed if not any(module_tree.matches_pattern(p, name) for name in known)]
         if idle or not (chosen or later):
             place = "the model" if self.modules is None else f"adapter.modules={idle or typed}"
             if self._frozen_parts:

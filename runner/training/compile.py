@@ -15,12 +15,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from runner.core.base.errors import refuse
-from runner.core.base.modules import outermost_names, repeated_blocks, select_modules
-from runner.core.base.tensors import TORCH_VERSION
+from runner.core import Precision, RunSpec, module_tree, refuse, tensor_facts
 from runner.core.base.tpu import is_tpu
-from runner.core.config.schema import CUDA_GRAPH_MODES, RunSpec, TrainSpec
-from runner.core.policy.precision import Precision
+from runner.core.config.schema import CUDA_GRAPH_MODES, TrainSpec
 
 MAX_SHAPES_PER_BLOCK = 8
 """Shapes of its inputs that a block is compiled for, in training and evaluation together; torch
@@ -49,7 +46,7 @@ def check_compile_options(
             f"precision={precision.name} {precision.no_recompute_reason}"
         )
     needs_blocks = choice is True or spec.train.compile == "regional"
-    if needs_blocks and not repeated_blocks(model):
+    if needs_blocks and not module_tree.repeated_blocks(model):
         problems.append(
             f"{key}=true and train.compile=regional take the repeated blocks of a model, and "
             "this one has none: members of one class, in a ModuleList, ModuleDict or Sequential, "
@@ -83,10 +80,14 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
             "train.compile_rounding=eager is an option of torch's compiler for CPUs and GPUs, and "
             "a TPU has its own. Type train.compile_rounding=fused."
         )
-    if spec.train.compile_rounding == "eager" and device.type == "cpu" and TORCH_VERSION < (2, 13):
+    if (
+        spec.train.compile_rounding == "eager"
+        and device.type == "cpu"
+        and tensor_facts.TORCH_VERSION < (2, 13)
+    ):
         yield (
             "train.compile_rounding=eager changes nothing on a CPU before torch 2.13, and this is "
-            f"torch {TORCH_VERSION}. Type train.compile_rounding=fused."
+            f"torch {tensor_facts.TORCH_VERSION}. Type train.compile_rounding=fused."
         )
     candidates = (os.environ.get("CXX", "c++"), *CXX_COMPILERS)
     if not any(map(shutil.which, candidates)):
@@ -115,7 +116,11 @@ def prepare_model(
             # cache of the first time. Only generation reads such caches.
             if getattr(config, "use_cache", None) is True:
                 config.use_cache = False
-        blocks = repeated_blocks(model) if choice is True else outermost_modules(model, choice)
+        blocks = (
+            module_tree.repeated_blocks(model)
+            if choice is True
+            else outermost_modules(model, choice)
+        )
         # The backward runs the second forward, when the contexts of the first one are closed.
         second_context = partial(precision.forward, device)
         # One subclass per class, so that blocks of one kind still share a compiled graph.
@@ -150,7 +155,7 @@ def _compiled_blocks(train: TrainSpec, model: nn.Module) -> list[nn.Module]:
     """Return the modules that train.compile compiles, each as a whole."""
     if not train.compile:
         return []
-    return repeated_blocks(model) if train.compile == "regional" else [model]
+    return module_tree.repeated_blocks(model) if train.compile == "regional" else [model]
 
 
 def compiled_modules(train: TrainSpec, model: nn.Module) -> set[str]:
@@ -183,12 +188,12 @@ def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     names = {name for name, module in model.named_modules()}
-    matches = select_modules("train.activation_checkpointing", patterns, names)
+    matches = module_tree.select_modules("train.activation_checkpointing", patterns, names)
     modules = {name: model.get_submodule(name) for name in matches}
     containers = nn.ModuleList | nn.ModuleDict
     with_forward = {name for name in modules if not isinstance(modules[name], containers)}
     # An inner module would be computed a third time, inside the second forward of the outer one.
-    return [modules[name] for name in sorted(outermost_names(with_forward))]
+    return [modules[name] for name in sorted(module_tree.outermost_names(with_forward))]
 
 
 def _checkpointing_class(

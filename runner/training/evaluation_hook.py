@@ -7,11 +7,8 @@ from pathlib import Path, PurePosixPath
 from time import perf_counter
 from typing import Any
 
-from runner.core.base.errors import HookError
-from runner.core.base.layout import SAMPLES
+from runner.core import Tracker, TrainState, errors, layout
 from runner.core.loop.callback import METRIC_NAME, as_number
-from runner.core.loop.state import TrainState
-from runner.core.record.tracker import Tracker
 from runner.training.callbacks.user_callbacks import UserCode
 
 
@@ -103,7 +100,7 @@ class EvaluationHook:
         values, first_problem = strategy.broadcast_object((values, problem))
         self.seconds += perf_counter() - start
         if has_failed:
-            raise HookError(problem or first_problem or f"{title} fails in another process.")
+            raise errors.HookError(problem or first_problem or f"{title} fails in another process.")
         return values
 
     def _values(
@@ -118,7 +115,7 @@ class EvaluationHook:
         inputs, target = batch
         # The files of an only set are in the folder of the step.
         name = label.removeprefix("val").lstrip("/")
-        path = PurePosixPath(SAMPLES, f"step-{self.step:08d}", name)
+        path = PurePosixPath(layout.SAMPLES, f"step-{self.step:08d}", name)
         folder = self.folder / path
         folder.mkdir(parents=True, exist_ok=True)
         named = {key.replace("val", label, 1): value for key, value in metrics.items()}
@@ -141,7 +138,7 @@ def _checked_numbers(title: str, returned: Any, metrics: Mapping[str, float]) ->
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
-        raise HookError(
+        raise errors.HookError(
             f"{title} returns a {type(returned).__name__}. Return a mapping of names to numbers, "
             "which are recorded as val/<name>, or nothing."
         )
@@ -151,7 +148,7 @@ def _checked_numbers(title: str, returned: Any, metrics: Mapping[str, float]) ->
         recorded = f"val/{name}"
         is_name = isinstance(name, str) and METRIC_NAME.fullmatch(name)
         if number is None or not is_name or recorded in metrics:
-            raise HookError(
+            raise errors.HookError(
                 f"{title} returns {name!r}: {type(value).__name__}. Return numbers by names, text "
                 f"of one line, which are not those of the evaluation: {', '.join(metrics)}."
             )

@@ -2,9 +2,8 @@
 
 import torch
 
-from runner.core.base.errors import RunnerError
-from runner.core.config.schema import RunSpec
-from runner.core.loop.batches import TARGET_FIELDS, KeywordInputs
+from runner.core import KeywordInputs, RunnerError, RunSpec
+from runner.core.loop.batches import TARGET_FIELDS
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.training.tasks.classification import Binary, Classification

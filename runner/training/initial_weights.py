@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import first_names, grouped
-from runner.core.base.modules import name_prefixes, select_modules
-from runner.core.base.tensors import dtype_name
-from runner.core.base.terminal import quote_command
-from runner.core.config.schema import RunSpec
+from runner.core import ConfigError, RunSpec, fmt, module_tree, tensor_facts, terminal
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
 
@@ -55,9 +50,9 @@ class InitialWeights(NamedTuple):
         every = len(self.loaded) + len(self.fresh)
         line = f"weights: {len(self.loaded)} of {every} tensors from {self.where} ({self.source})"
         if self.fresh:
-            line += f"; fresh: {first_names(self.fresh)}"
+            line += f"; fresh: {fmt.first_names(self.fresh)}"
         if self.unused:
-            line += f"; not used: {first_names(self.unused)}"
+            line += f"; not used: {fmt.first_names(self.unused)}"
         return line
 
 
@@ -78,7 +73,7 @@ def load_selected(
     own = model.state_dict(keep_vars=True)
     where = f"nothing in the model or in {spec.init.weights}"
     every = dict.fromkeys([*own, *weights])
-    skipped = select_modules("init.skip", spec.init.skip, every, where)
+    skipped = module_tree.select_modules("init.skip", spec.init.skip, every, where)
     selected = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing_names(own, weights, skipped)
     unexpected = [name for name in selected if name not in own]
@@ -128,7 +123,7 @@ def _missing_names(
         ConfigError: one name of a tied weight is skipped and another one is loaded, or the file has
             two values for it.
     """
-    sharers = grouped((id(value), name) for name, value in own.items())
+    sharers = fmt.grouped((id(value), name) for name, value in own.items())
     lacking: set[str] = set()
     for names in sharers.values():
         fresh = [name for name in names if name in skipped]
@@ -173,12 +168,12 @@ def _misfit(
     where = spec.init.weights
     parts = []
     if missing:
-        parts.append(f"{len(missing)} missing in the file ({first_names(missing)})")
+        parts.append(f"{len(missing)} missing in the file ({fmt.first_names(missing)})")
     if unexpected:
-        parts.append(f"{len(unexpected)} unexpected in the file ({first_names(unexpected)})")
+        parts.append(f"{len(unexpected)} unexpected in the file ({fmt.first_names(unexpected)})")
     if other_shapes:
         texts = [f"{n}: {_shape(selected[n])}, in the model {_shape(own[n])}" for n in other_shapes]
-        parts.append(f"{len(other_shapes)} of another shape or kind ({first_names(texts)})")
+        parts.append(f"{len(other_shapes)} of another shape or kind ({fmt.first_names(texts)})")
     fitting = len([name for name in selected if name in own]) - len(other_shapes)
     text = (
         f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
@@ -197,7 +192,7 @@ def _misfit(
     if proposal and proposal.fitting - fitting > len(selected) / 4:
         typed = {**{str(k): v for k, v in spec.init.rename.items()}, **proposal.prefixes}
         pairs = ",".join(f"{old}:{new or 'null'}" for old, new in typed.items())
-        word = quote_command([f"init.rename={{{pairs}}}"])
+        word = terminal.quote_command([f"init.rename={{{pairs}}}"])
         return ConfigError(f"{text} Type {word}: then {proposal.fitting} fit.")
     if not fitting:
         return ConfigError(
@@ -206,7 +201,7 @@ def _misfit(
         )
     patterns = shortest_patterns([*missing, *unexpected, *other_shapes], [*own, *selected])
     skip = ",".join([*map(str, spec.init.skip), *patterns])
-    word = quote_command([f"init.skip=[{skip}]"])
+    word = terminal.quote_command([f"init.skip=[{skip}]"])
     return ConfigError(
         f"{text} Type {word} to load the others: the model keeps fresh values there, and what is "
         "only in the file is not used."
@@ -217,7 +212,7 @@ def _shape(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     is_usual = value.is_floating_point() and value.itemsize > 1
-    kind = "" if is_usual else f" {dtype_name(value.dtype)}"
+    kind = "" if is_usual else f" {tensor_facts.dtype_name(value.dtype)}"
     return f"{list(value.shape)}{kind}"
 
 
@@ -300,9 +295,9 @@ def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[st
     # Every prefix of a name that is kept.
     outside: set[str] = set()
     for name in set(every) - covered:
-        outside.update(name_prefixes(name))
+        outside.update(module_tree.name_prefixes(name))
     patterns: dict[str, None] = {}
     for name in names:
-        own = (prefix for prefix in name_prefixes(name) if prefix not in outside)
+        own = (prefix for prefix in module_tree.name_prefixes(name) if prefix not in outside)
         patterns[next(own, name)] = None
     return list(patterns)

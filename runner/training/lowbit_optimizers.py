@@ -26,9 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.tensors import dtype_name
+from runner.core import ConfigError, suppress_warnings, tensor_facts
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
@@ -302,7 +300,7 @@ def check_dtypes(optimizer: Optimizer) -> None:
     """Raise ValueError for parameters in dtypes that the libraries do not support."""
     # Both would silently round float64 to float32, and reduce complex numbers to their real parts.
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    wrong = sorted({dtype_name(p.dtype) for p in params}.difference(SUPPORTED_DTYPES))
+    wrong = sorted({tensor_facts.dtype_name(p.dtype) for p in params}.difference(SUPPORTED_DTYPES))
     if wrong:
         raise ValueError(
             f"it computes in float32 and the model holds {', '.join(wrong)} parameters. Allowed: "

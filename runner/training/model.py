@@ -26,20 +26,25 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.config.trusted_targets import check_trusted, checkpoint_config
-from runner.core.base.errors import ConfigError, RunnerError
-from runner.core.base.files import read_as_data
-from runner.core.base.formatting import first_names
-from runner.core.base.modules import note_evaluation_parts
-from runner.core.base.tensors import float32_bytes
-from runner.core.base.terminal import quote_command
-from runner.core.config.room import mode_named
-from runner.core.config.schema import RunSpec
-from runner.core.config.targets import build_group, locate, target_arguments
-from runner.core.loop.model_call import call_model
-from runner.core.loop.strategy import Strategy
-from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
-from runner.core.record.checkpoint_file import LoadedCheckpoint
+from runner.core import (
+    ConfigError,
+    ConversionPlan,
+    ConversionReport,
+    LoadedCheckpoint,
+    Precision,
+    RunnerError,
+    RunSpec,
+    Strategy,
+    call_model,
+    files,
+    fmt,
+    mode_named,
+    module_tree,
+    targets,
+    tensor_facts,
+    terminal,
+)
+from runner.core.policy.precision import NO_PLAN
 from runner.data.build import build_data, build_run_loaders
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.conversion import is_converted
@@ -126,7 +131,7 @@ def build_model(
     # Plain weights enter before the conversion, which packs them.
     if start is not None and not loads_packed:
         initial = _load_plain_weights(spec, model, precision, start)
-    size = float32_bytes(model)
+    size = tensor_facts.float32_bytes(model)
     # Layers that were left unconverted hold plain weights in the checkpoint; converted ones would
     # pack them while they are loaded.
     if start is not None and loads_packed:
@@ -162,13 +167,15 @@ def _notes_on_parts(
     """Note what a model did to its parts, where training and an adapter obey it; return lines for
     the console."""
     notes: list[str] = []
-    evaluated = note_evaluation_parts(model)
+    evaluated = module_tree.note_evaluation_parts(model)
     if evaluated:
-        notes.append(f"stays in evaluation mode, as the model built it: {first_names(evaluated)}")
+        notes.append(
+            f"stays in evaluation mode, as the model built it: {fmt.first_names(evaluated)}"
+        )
     left = adapter.note_frozen_parts(model) if adapter is not None else []
     if left:
         notes.append(
-            f"the adapter leaves out what the model froze: {first_names(left)}; "
+            f"the adapter leaves out what the model froze: {fmt.first_names(left)}; "
             f"adapter.modules=[{left[0]}] adds to it"
         )
     experts = adapter.find_left_experts(model, layouts) if adapter is not None else {}
@@ -298,7 +305,7 @@ def _construct(spec: RunSpec, precision: Precision, device: torch.device) -> nn.
     place = nullcontext() if made_on == _CPU else made_on
     with dtype, place:
         with safe_loading(spec.model):
-            model = build_group("model", spec.model)
+            model = targets.build_group("model", spec.model)
         if isinstance(model, nn.Module):
             materialize_lazy_layers(spec, model, made_on)
     if not isinstance(model, nn.Module):
@@ -367,7 +374,8 @@ def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
         if keys:
             words = [f"model.{key}={str(theirs[key]).replace(' ', '')}" for key in keys]
             return (
-                f"The checkpoint's model has other values: type {quote_command(words)}, or in "
+                "The checkpoint's model has other values: type "
+                f"{terminal.quote_command(words)}, or in "
                 "mode=evaluate leave model= out."
             )
     return (
@@ -433,7 +441,7 @@ def _lazy_layers(model: nn.Module) -> str:
         tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if any(map(is_lazy, tensors)):
             lazy.append(name or "(the model itself)")
-    return first_names(lazy, 3)
+    return fmt.first_names(lazy, 3)
 
 
 def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
@@ -474,8 +482,8 @@ def starts_random(node: Mapping[str, Any]) -> bool:
         return False
     parameters: Mapping[str, Parameter] = {}
     with suppress(ConfigError, TypeError, ValueError):
-        parameters = signature(locate(target)).parameters
-    arguments = target_arguments(node)
+        parameters = signature(targets.locate(target)).parameters
+    arguments = targets.target_arguments(node)
     # torchvision's detection models load their backbone unless weights_backbone=None is given.
     values = {key: parameter.default for key, parameter in parameters.items()} | arguments
     return not any(value for key, value in values.items() if _LOADING_KEYWORD.fullmatch(key))
@@ -499,7 +507,7 @@ def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     try:
-        with read_as_data():
+        with files.read_as_data():
             yield
     except (UnpicklingError, RuntimeError) as error:
         # timm raises an error of its own from torch's.

@@ -16,16 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.core.base.formatting import first_names
+from runner.core import TrainState, fmt, random_streams, tensor_facts
 from runner.core.base.module_tape import FunctionWatch
-from runner.core.base.random_state import (
-    is_dense,
-    own_tensors,
-    plain_attributes,
-    saved_forward_state,
-)
-from runner.core.base.tensors import dtype_name
-from runner.core.loop.state import StepHook, TrainState
+from runner.core.loop.state import StepHook
 from runner.core.policy.loss_scale import HostFlag
 from runner.precision.weight_updates import Nearest, WideForward
 
@@ -75,10 +68,14 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
     for path, module in model.named_modules():
         every = [module._buffers, module._parameters]
         for members in [*every, vars(module)] if with_attributes else every:
-            named = plain_attributes(module) if members is vars(module) else members
+            named = random_streams.plain_attributes(module) if members is vars(module) else members
             may_be_none = with_attributes and members is not module._parameters
             for key, value in named.items():
-                is_new = isinstance(value, Tensor) and is_dense(value) and id(value) not in seen
+                is_new = (
+                    isinstance(value, Tensor)
+                    and random_streams.is_dense(value)
+                    and id(value) not in seen
+                )
                 # An activation belongs to its step. Torch counts no change in inference mode.
                 is_new = is_new and value.grad_fn is None
                 is_new = is_new and (with_attributes or not value.is_inference())
@@ -122,7 +119,7 @@ class SkippedSteps(StepHook):
     def _follow(self) -> list[_Place]:
         """Copy what the model holds now, and return the places."""
         places: list[_Place] = []
-        for place in _places(self._model, own_tensors(self._model), True):
+        for place in _places(self._model, random_streams.own_tensors(self._model), True):
             # After the first step no attributes: there may be many, which stay None.
             is_none = place.tensor is None
             is_none &= not (self._trusts_versions and "_buffers" in place.members)
@@ -156,7 +153,11 @@ class SkippedSteps(StepHook):
 
     def _is_followed(self, tensor: Any) -> bool:
         # The flag is on the model's device; to read it elsewhere would wait.
-        return isinstance(tensor, Tensor) and is_dense(tensor) and tensor.device == self._device
+        return (
+            isinstance(tensor, Tensor)
+            and random_streams.is_dense(tensor)
+            and tensor.device == self._device
+        )
 
     def begin(self, step: int) -> None:
         """Copy what has changed since the last copy."""
@@ -313,7 +314,7 @@ class OwnState(StepHook):
         narrow = [p for p in plain if p.itemsize == 2 and not p.requires_grad]
         # Of each place the tensor before the first step, its version and its digest.
         self._starts: list[tuple[_Place, Tensor, int, bytes]] = []
-        for place in _places(model, [*own_tensors(model), *narrow], False):
+        for place in _places(model, [*random_streams.own_tensors(model), *narrow], False):
             tensor = place.tensor
             self._starts.append((place, tensor, tensor._version, _digest(tensor)))
         # DDP writes every buffer in each forward, changed or not.
@@ -396,14 +397,15 @@ class OwnState(StepHook):
         for place, dtype in self._written:
             is_narrow = dtype.itemsize == 2 and dtype.is_floating_point
             if is_narrow and place.name not in covered:
-                patterns[f"{place.name} ({dtype_name(dtype)})"] = place.pattern
+                patterns[f"{place.name} ({tensor_facts.dtype_name(dtype)})"] = place.pattern
         if not patterns:
             return ""
         if any(".running_" in f".{name}" for name in patterns):
             update = ""  # a rule leaves the kernel of batch norm out
         kept = ",".join(dict.fromkeys(patterns.values()))
         return (
-            f"warning: the model itself changes {first_names([*patterns], 4)}, and 16 bits round "
+            f"warning: the model itself changes {fmt.first_names([*patterns], 4)}, and 16 bits "
+            "round "
             f"small changes away. Type {update}precision.keep_fp32=[{kept}], or a -mixed precision."
         )
 
@@ -437,7 +439,7 @@ class OwnState(StepHook):
         owners: list[tuple[str, Any]] = [*self._model.named_modules()]
         owners += [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers]
         for path, owner in owners:
-            for key, value in plain_attributes(owner).items():
+            for key, value in random_streams.plain_attributes(owner).items():
                 if key not in _TORCHS and not _is_in_state(value, owner):
                     yield f"{path}.{key}".lstrip("."), value
 
@@ -477,7 +479,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value).__name__
-        if isinstance(value, Tensor) and not value.requires_grad and is_dense(value):
+        if isinstance(value, Tensor) and not value.requires_grad and random_streams.is_dense(value):
             bits = _as_bits(value).flatten()
             sums = []
             # Of parts, too, which another order changes; a sum on the CPU makes a copy in int64.
@@ -509,6 +511,6 @@ def saved_state(state: TrainState) -> Iterator[None]:
     scales = tree_map_only(Tensor, Tensor.clone, state.precision.state_dict(model))
     with ExitStack() as stack:
         stack.callback(state.precision.load_state_dict, model, scales)
-        stack.enter_context(saved_forward_state(model, state.device))
+        stack.enter_context(random_streams.saved_forward_state(model, state.device))
         stack.callback(nn.Module.zero_grad, model)
         yield

@@ -12,12 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import first_names, grouped
-from runner.core.base.modules import repeated_blocks, select_modules
-from runner.core.base.tensors import MIB, tensor_bytes
-from runner.core.config.targets import GROUP_KEYS, locate, runner_keys
-from runner.core.loop.state import ScheduledOptimizer
+from runner.core import ConfigError, ScheduledOptimizer, fmt, module_tree, targets, tensor_facts
 from runner.precision.forward_watch import expert_layouts
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.layers.derived_weight import is_derived
@@ -38,7 +33,9 @@ _WHOLE_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "maximiz
 
 def group_settings(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an optimizer's node that divide its parameters; empty for none."""
-    keys = runner_keys("optimizer", locate(node["_target_"])).intersection(GROUP_KEYS)
+    keys = targets.runner_keys("optimizer", targets.locate(node["_target_"])).intersection(
+        targets.GROUP_KEYS
+    )
     return {key: node[key] for key in sorted(keys) if node.get(key) is not None}
 
 
@@ -60,7 +57,9 @@ def matched_names(
     if match is None:
         return {*named}
     if match != "matrices":
-        return select_modules(key, _patterns(match), named, "no parameter that it could take")
+        return module_tree.select_modules(
+            key, _patterns(match), named, "no parameter that it could take"
+        )
     # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
     # and the output layer to another optimizer.
     linears = [module for module in model.modules() if isinstance(module, linear_classes())]
@@ -105,7 +104,7 @@ def divide_parameters(
     no_decay = settings.get("no_decay_on")
     exempt = _exempt(key, no_decay, model, named) if no_decay else set()
     depths = _depths(key, model) if "layer_decay" in settings else {}
-    rows = grouped(
+    rows = fmt.grouped(
         ((owners[name], depths.get(name, 0), name in exempt), p) for name, p in named.items()
     )
     last = max(depths.values(), default=0)
@@ -156,7 +155,7 @@ def _owners(
         if not free:
             raise ConfigError(
                 f"{key}.groups: match={_typed(match)} is left nothing: the groups before it take "
-                f"{first_names(sorted(matches))}. The first match wins. Put it before "
+                f"{fmt.first_names(sorted(matches))}. The first match wins. Put it before "
                 "them."
             )
         owners.update(dict.fromkeys(free, i))
@@ -170,7 +169,7 @@ def _exempt(
     typed = _patterns(patterns)
     others = [pattern for pattern in typed if pattern != NORMS_AND_BIASES]
     nothing = f"no parameter, and {NORMS_AND_BIASES} stands for all norms and biases"
-    exempt = select_modules(f"{key}.no_decay_on", others, named, nothing)
+    exempt = module_tree.select_modules(f"{key}.no_decay_on", others, named, nothing)
     # A model without norms and biases, as one whose adapter alone trains, is no mistake.
     if NORMS_AND_BIASES in typed:
         for name, param in named.items():
@@ -190,7 +189,7 @@ def _depths(key: str, model: nn.Module) -> dict[str, int]:
     Raises:
         ConfigError: the model has no repeated blocks.
     """
-    blocks = repeated_blocks(model)
+    blocks = module_tree.repeated_blocks(model)
     if not blocks:
         raise ConfigError(
             f"{key}.layer_decay takes the repeated blocks of a model, and this one has none: "
@@ -220,7 +219,7 @@ def _learning_rate(node: Mapping[str, Any]) -> Any:
     """Return the rate of an optimizer's node, or the default of its target; None without any."""
     if node.get("lr") is not None:
         return node["lr"]
-    parameter = signature(locate(node["_target_"])).parameters.get("lr")
+    parameter = signature(targets.locate(node["_target_"])).parameters.get("lr")
     return None if parameter is None or parameter.default is Parameter.empty else parameter.default
 
 
@@ -344,7 +343,9 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     had_trainable = any(p.requires_grad for p in named.values())
     # Packed experts have taken the place of the parameter that held them.
     names = [*named, *expert_layouts(model)]
-    for name in select_modules("train.freeze", patterns, names, "no parameter of the model"):
+    for name in module_tree.select_modules(
+        "train.freeze", patterns, names, "no parameter of the model"
+    ):
         # Codes of packed weights are integers, which never train.
         if name in named and named[name].requires_grad:
             named[name].requires_grad_(False)
@@ -359,5 +360,5 @@ def describe_frozen(model: nn.Module) -> str:
     """Return how many parameters of a model are frozen, and their size."""
     params = [*model.parameters()]
     frozen = [p for p in params if not p.requires_grad]
-    size = tensor_bytes(*frozen) / MIB
+    size = tensor_facts.tensor_bytes(*frozen) / tensor_facts.MIB
     return f"frozen: {len(frozen)} of {len(params)} parameters, {size:.1f} MiB"

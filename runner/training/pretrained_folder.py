@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.files import prepare_output
-from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.modules import name_prefixes
-from runner.core.base.tensors import dtype_name
+from runner.core import files, module_tree, suppress_warnings, tensor_facts
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.derived_weight import current_weight
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
@@ -98,10 +95,10 @@ def write_pretrained(
                 else:
                     left_out.append(f"without {file}, a link to {file.resolve()}")
     for name, file in copied.items():
-        shutil.copyfile(file, prepare_output(folder / name))
+        shutil.copyfile(file, files.prepare_output(folder / name))
     sources = dict.fromkeys(file.parent for file in copied.values())
-    files = [f"tokenizer files of {source}" for source in sources]
-    return ", ".join([dtype_name(widest), *files, *left_out])
+    paths = [f"tokenizer files of {source}" for source in sources]
+    return ", ".join([tensor_facts.dtype_name(widest), *paths, *left_out])
 
 
 def _is_of_folder(file: Path) -> bool:
@@ -136,7 +133,9 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     for name in layers.keys() - experts:
         parts = merged(name, plain, layers[name])
         changed |= {f"{name}.{part}": value for part, value in parts.items()}
-    kept = {k: v for k, v in plain.items() if layers.keys().isdisjoint(name_prefixes(k))}
+    kept = {
+        k: v for k, v in plain.items() if layers.keys().isdisjoint(module_tree.name_prefixes(k))
+    }
     return kept | changed
 
 

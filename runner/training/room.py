@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from runner.core.config.room import Room
-from runner.core.config.schema import RunSpec
+from runner.core import Room, RunSpec
 
 if TYPE_CHECKING:
-    from runner.core.loop.callback import RunCallback
-    from runner.core.loop.strategy import Strategy
+    from runner.core import RunCallback, Strategy
 
 
 def _problems(spec: RunSpec) -> Iterator[str]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from runner.core.base.errors import ConfigError
-from runner.core.config.targets import build_group, locate, runner_keys, without_runner_keys
+from runner.core import ConfigError, targets
 
 RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
 """Keywords of torch's schedulers that say how long a run is; null means the run's own length."""
@@ -120,7 +119,9 @@ def warmup_steps(node: Mapping[str, Any], steps: int) -> int:
     Raises:
         ConfigError: it is neither.
     """
-    if node.get("_target_") and "warmup" not in runner_keys("scheduler", locate(node["_target_"])):
+    if node.get("_target_") and "warmup" not in targets.runner_keys(
+        "scheduler", targets.locate(node["_target_"])
+    ):
         return 0  # the schedule's own
     length = node.get("warmup")
     if length is None:
@@ -156,9 +157,9 @@ def build_scheduler(
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     schedule = None
     if node.get("_target_"):
-        own_node = without_runner_keys("scheduler", node)
+        own_node = targets.without_runner_keys("scheduler", node)
         if required_step_arguments(own_node) == ["metrics"]:
-            has_mode = "mode" in signature(locate(node["_target_"])).parameters
+            has_mode = "mode" in signature(targets.locate(node["_target_"])).parameters
             mode = node.get("mode")
             if direction is not None and has_mode:
                 if mode not in (None, direction):
@@ -213,15 +214,15 @@ def _build(
             for i, (part, length) in rows
         ]
     # ChainedScheduler takes the optimizer behind its schedules.
-    parameters = [*signature(locate(node["_target_"])).parameters]
+    parameters = [*signature(targets.locate(node["_target_"])).parameters]
     if "optimizer" in parameters[1:]:
-        return build_group(key, {**filled, "optimizer": optimizer})
-    return build_group(key, filled, optimizer)
+        return targets.build_group(key, {**filled, "optimizer": optimizer})
+    return targets.build_group(key, filled, optimizer)
 
 
 def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
     """Return what step() of a schedule's target needs, besides the schedule itself."""
-    step = getattr(locate(node["_target_"]), "step", None)
+    step = getattr(targets.locate(node["_target_"]), "step", None)
     parameters = signature(step).parameters if step else {}
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters.values() if p.default is Parameter.empty]

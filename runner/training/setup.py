@@ -15,26 +15,23 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
-from runner.core.base.errors import ConfigError, first_line, refuse
-from runner.core.base.formatting import first_names
-from runner.core.base.tensors import TORCH_VERSION, dtype_name, is_sharded, narrow_parameters
-from runner.core.config.schema import RunSpec
-from runner.core.config.targets import (
-    build_group,
-    instantiate,
-    locate,
-    runner_keys,
-    without_runner_keys,
-)
-from runner.core.loop.state import (
-    EvaluatedWeights,
+from runner.core import (
+    ConfigError,
+    ConversionPlan,
+    Precision,
+    RunSpec,
     ScheduledOptimizer,
+    TrainingSetup,
     TrainState,
-    sparse_parameters,
+    errors,
+    fmt,
+    refuse,
+    targets,
+    tensor_facts,
 )
+from runner.core.loop.state import EvaluatedWeights, sparse_parameters
 from runner.core.policy.gradients import finish_gradients
-from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
-from runner.core.run.context import TrainingSetup
+from runner.core.policy.precision import NO_PLAN
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import (
     STATE_DTYPES,
@@ -83,14 +80,14 @@ def parameters_by_optimizer(
         if not share:
             raise ConfigError(
                 f"{key}.match={part.get('match')} takes no parameter of the model. "
-                f"Left for it: {first_names([*free]) or 'none'}."
+                f"Left for it: {fmt.first_names([*free]) or 'none'}."
             )
         free = {name: p for name, p in free.items() if name not in share}
         shares.append((key, part, list(share.values())))
     # A parameter without an optimizer would stay at its initial value, unnoticed.
     if free:
         raise ConfigError(
-            f"No optimizer takes: {first_names([*free])}. Give one of them match: null."
+            f"No optimizer takes: {fmt.first_names([*free])}. Give one of them match: null."
         )
     return shares
 
@@ -137,15 +134,15 @@ def build_optimizer(
     Raises:
         ConfigError: the target refuses its keywords.
     """
-    target = locate(node["_target_"])
-    node = without_runner_keys("optimizer", node)
+    target = targets.locate(node["_target_"])
+    node = targets.without_runner_keys("optimizer", node)
     # What is no group is one of the parameters.
     groups = [group for group in params if isinstance(group, dict)] or [{"params": [*params]}]
     every = [p for group in groups for p in group["params"]]
     if node.get("fused") and _loses_updates(target, every):
         raise ConfigError(
             f"{key}.fused=true: before torch 2.14 the fused SGD of a CPU leaves most elements of "
-            f"16-bit weights as they were, and this is torch {TORCH_VERSION}. "
+            f"16-bit weights as they were, and this is torch {tensor_facts.TORCH_VERSION}. "
             f"Type {key}.fused=false."
         )
     if node.get("fused") is None and _may_be_fused(target, every):
@@ -154,9 +151,9 @@ def build_optimizer(
         with suppress(RuntimeError, TypeError, ValueError):
             # An optimizer writes its options into the groups, and keeps them where it refuses.
             copies = [{**group} for group in groups]
-            return _in_training_mode(instantiate({**node, "fused": True}, copies, key=key))
+            return _in_training_mode(targets.instantiate({**node, "fused": True}, copies, key=key))
     if not getattr(target, "wide_embeddings", False):
-        return _in_training_mode(build_group(key, node, params))
+        return _in_training_mode(targets.build_group(key, node, params))
     wide = {id(p) for p in embeddings}
     divided: list[dict[str, Any]] = []
     for group in groups:
@@ -166,7 +163,7 @@ def build_optimizer(
             divided.append({**group, "params": low_bit_params})
         if wide_params:
             divided.append({**group, "params": wide_params, "optim_bits": 32})
-    return build_group(key, node, divided)
+    return targets.build_group(key, node, divided)
 
 
 def _in_training_mode(optimizer: Any) -> Optimizer:
@@ -184,7 +181,7 @@ def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
     if not all(p.is_floating_point() for p in params) or _loses_updates(target, params):
         return False
     # torch's fused kernels take sharded parameters in these two optimizers only.
-    if any(map(is_sharded, params)):
+    if any(map(tensor_facts.is_sharded, params)):
         return target in (torch.optim.Adam, torch.optim.AdamW)
     return "fused" in signature(target).parameters
 
@@ -192,7 +189,7 @@ def _may_be_fused(target: Any, params: list[nn.Parameter]) -> bool:
 def _loses_updates(target: Any, params: list[nn.Parameter]) -> bool:
     """Return whether an optimizer's fused kernel leaves elements of parameters as they were."""
     is_narrow_on_cpu = any(p.element_size() == 2 and p.device.type == "cpu" for p in params)
-    return target is torch.optim.SGD and is_narrow_on_cpu and TORCH_VERSION < (2, 14)
+    return target is torch.optim.SGD and is_narrow_on_cpu and tensor_facts.TORCH_VERSION < (2, 14)
 
 
 def build_scheduled_optimizers(
@@ -308,7 +305,7 @@ def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
         ConfigError: the name of the dtype is not known.
     """
     # A class with a parameter of that name gets the value itself.
-    if "state_dtype" not in runner_keys("optimizer", locate(node["_target_"])):
+    if "state_dtype" not in targets.runner_keys("optimizer", targets.locate(node["_target_"])):
         return None
     name = node.get("state_dtype")
     if name is None:
@@ -334,13 +331,15 @@ def describe_state_dtypes(
             continue
         name = type(scheduled.optimizer).__name__
         yield (
-            f"{key}.state_dtype: {name} keeps its state in {dtype_name(dtype)}, and computes its "
+            f"{key}.state_dtype: {name} keeps its state in {tensor_facts.dtype_name(dtype)}, "
+            "and computes its "
             "steps in float32"
         )
         stuck = stuck_averages(dtype, scheduled.optimizer)
         if stuck:
             yield (
-                f"warning: {key}.state_dtype={dtype_name(dtype)}: with {', '.join(stuck)} a step "
+                f"warning: {key}.state_dtype={tensor_facts.dtype_name(dtype)}: with "
+                f"{', '.join(stuck)} a step "
                 "takes less from a running average than half a unit of its last place, so that it "
                 "never falls. Type smaller ones, as DeepSeek-V3's betas=[0.9,0.95], or "
                 f"{key}.state_dtype=null."
@@ -385,7 +384,7 @@ def _build_checked(
     # torch's fused kernels refuse sparse gradients, in the first step only. A fused=true that was
     # typed is passed on, and refused below.
     chosen = dict(node)
-    takes_fused = "fused" in signature(locate(node["_target_"])).parameters
+    takes_fused = "fused" in signature(targets.locate(node["_target_"])).parameters
     if takes_fused and not node.get("fused"):
         chosen["fused"] = False
     _check_sparse(key, chosen, tables)
@@ -419,7 +418,7 @@ def _check_sparse(key: str, node: Mapping[str, Any], tables: Mapping[str, nn.Par
             finish_gradients([table])
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        reason = first_line(error)
+        reason = errors.first_line(error)
         raise ConfigError(
             f"{key}: {type(optimizer).__name__} refuses the sparse gradients of "
             f"{', '.join(tables)}: {reason}. Type optimizer=sgd optimizer.weight_decay=0 or "
@@ -487,7 +486,11 @@ def build_state(
         evaluated = OptimizerModes(model, plain_optimizers)
     # FSDP adds them in float32 by itself.
     is_wide = spec.train.accumulate_float32 and not setup.strategy.shards
-    widened = narrow_parameters(p for part in optimizers for p in part.params) if is_wide else ()
+    widened = (
+        tensor_facts.narrow_parameters(p for part in optimizers for p in part.params)
+        if is_wide
+        else ()
+    )
     state = TrainState(
         wrapped,
         precision,

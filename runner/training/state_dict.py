@@ -4,30 +4,30 @@ A resumed run may change hyperparameters, the schedule, the precision of the wei
 of processes: what cannot be restored as it was becomes a sentence for the terminal.
 """
 
+import inspect
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.random_state import rng_state, set_rng_state
-from runner.core.base.tensors import dtype_name
-from runner.core.config.schema import RunSpec, redacted_dict
-from runner.core.config.signature import sign
-from runner.core.loop.batches import FIRST_STEP, StartingPoint
-from runner.core.loop.callback import RunCallback
-from runner.core.loop.state import ScheduledOptimizer, TrainState
-from runner.core.record import sharded_tensors
-from runner.core.record.checkpoint_file import (
-    FORMAT,
-    SPEC_SIGNATURE_PURPOSE,
+from runner.core import (
+    ConfigError,
     LoadedCheckpoint,
-    shards_folder,
+    RunCallback,
+    RunSpec,
+    ScheduledOptimizer,
+    TrainState,
+    checkpoint_file,
+    random_streams,
+    signature,
+    tensor_facts,
 )
+from runner.core.config.schema import redacted_dict
+from runner.core.loop.batches import FIRST_STEP, StartingPoint
+from runner.core.record import sharded_tensors
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training import schedules
@@ -53,7 +53,7 @@ def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str,
         "position": state.position,
         "evaluated": state.last_evaluation_step,
         "stagnant": state.stagnant_share,
-        "rng": state.strategy.gather_object(rng_state(state.device)),
+        "rng": state.strategy.gather_object(random_streams.rng_state(state.device)),
         "callbacks": {callback.key: callback.state_dict() for callback in callbacks},
     }
 
@@ -120,7 +120,7 @@ def restore(
         # A run may resume with more processes than before. The further ones have no saved state and
         # continue with the seeds that they started with.
         if rank < len(generators):
-            set_rng_state(generators[rank], state.device)
+            random_streams.set_rng_state(generators[rank], state.device)
         average = content.get(AVERAGE_KEY)
         ours = state.evaluated
         if ours is None or not ours.decay:
@@ -250,9 +250,11 @@ def checkpoint_state_dict(
         scheduled.advance_schedule()
     return {
         **resume_state,
-        "format": FORMAT,
+        "format": checkpoint_file.FORMAT,
         "spec": stored_spec,
-        "signature": sign(SPEC_SIGNATURE_PURPOSE, repr(stored_spec)) if is_own_spec else "",
+        "signature": signature.sign(checkpoint_file.SPEC_SIGNATURE_PURPOSE, repr(stored_spec))
+        if is_own_spec
+        else "",
         "choices": dict(choices),
         "precision": state.precision.name,
         "layout": state.precision.layout,
@@ -293,7 +295,7 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
         if isinstance(weight, Tensor):
             old_dtypes[id(parameter)] = weight.dtype
     applied_steps = content["step"] - content["skipped_steps"]
-    parts = shards_folder(saved.path)
+    parts = checkpoint_file.shards_folder(saved.path)
     try:
         # Whether the checkpoint's run chose how its state is kept: by a rule, or a dtype.
         nodes = optimizer_nodes(theirs["optimizer"])
@@ -381,7 +383,7 @@ def _load_optimizer(
     saved, dropped = drop_foreign_state(optimizer, saved)
     groups = []
     bases = type(optimizer).__mro__
-    settings = {name for kind in bases for name in signature(kind.__init__).parameters}
+    settings = {name for kind in bases for name in inspect.signature(kind.__init__).parameters}
     for fresh, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         # Counters that an optimizer keeps in its groups are no settings, and continue.
         counters = {"params"} | (optimizer.defaults.keys() - settings)
@@ -411,7 +413,10 @@ def _load_optimizer(
                 loaded[key] = value.clone().to(loaded[key].device, dtype)
     notes: list[str] = []
     for old, new in casts:
-        notes.append(f"the optimizer's state is cast from {dtype_name(old)} to {dtype_name(new)}")
+        notes.append(
+            f"the optimizer's state is cast from {tensor_facts.dtype_name(old)} to "
+            f"{tensor_facts.dtype_name(new)}"
+        )
     for key in sorted(dropped):
         notes.append(
             f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from runner.core.base.tensors import MIB, is_sharded, tensor_bytes
+from runner.core import tensor_facts
 from runner.core.loop.state import EvaluatedWeights, StepHook
 from runner.core.policy.gradients import parameters_of
 from runner.core.record.sharded_tensors import shard_like
@@ -128,7 +128,7 @@ class WeightAverage(EvaluatedWeights, StepHook):
 
     def describe(self) -> str:
         """Return one line about what is averaged and what its metrics are."""
-        size = tensor_bytes(*self.tensors()) / MIB
+        size = tensor_facts.tensor_bytes(*self.tensors()) / tensor_facts.MIB
         return (
             f"val/... are those of the averaged weights (train.ema={self.decay:g}; "
             f"{size:.1f} MiB more)"
@@ -155,7 +155,7 @@ class WeightAverage(EvaluatedWeights, StepHook):
             raise ValueError("its average is of other weights")
         for name, average in current.items():
             saved_average = theirs[name]
-            if is_sharded(average):
+            if tensor_facts.is_sharded(average):
                 saved_average = shard_like(saved_average, average)
             average.copy_(saved_average)
 
@@ -218,5 +218,7 @@ def with_averaged_weights(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return this process's shards of sharded tensors and the others as they are, detached."""
-    shards = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+    shards = [
+        tensor.to_local() if tensor_facts.is_sharded(tensor) else tensor for tensor in tensors
+    ]
     return [shard.detach() for shard in shards]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.cli.ui import dashboard_urls
-from runner.core.base.accelerator import available_kinds
+from runner.core.base.accelerators import available_kinds
 from runner.precision.registry import precision_names, supported_precisions
 
 

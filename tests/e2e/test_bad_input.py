@@ -139,7 +139,7 @@ device=cuda => device=cuda is not known | Type accelerator=cuda accelerator.inde
 @pytest.mark.parametrize(("typed", "parts"), MISTAKES)
 def test_a_mistake_gets_one_message(quick, typed, parts):
     if typed.startswith("accelerator=") and " " not in typed:
-        from runner.core.base.accelerator import available_kinds
+        from runner.core.base.accelerators import available_kinds
 
         if (kind := typed.removeprefix("accelerator=")) in available_kinds():
             pytest.skip(f"this machine has a {kind} device")

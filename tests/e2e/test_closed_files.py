@@ -7,7 +7,7 @@ import os
 import pytest
 
 from runner.core.config import signature
-from runner.core.record import journal
+from runner.core.record import journals as journal
 from runner.core.run.result import RunResult
 
 QUICK = (

@@ -21,8 +21,7 @@ from tiers import counts, crossed
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.layout import HISTORY
-from runner.core.record import checkpoint_file
-from runner.core.record import journal as journals
+from runner.core.record import checkpoint_file, journals
 from runner.diagnostics import saved_batch
 from runner.tracking import history
 from runner.tracking.upload_state import UploadState

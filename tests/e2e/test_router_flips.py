@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 from run_folders import only_sweep
 
-from runner.core.base.formatting import format_percent
+from runner.core.base.fmt import format_percent
 from runner.sweeps.report.load import load_from_folder, load_from_store
 from runner.tracking.reader import Reader
 

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.core.config.schema import flatten
-from runner.core.record import journal as journals
+from runner.core.record import journals
 
 # An initial scale that overflows and a short interval: the scale falls, then rises and falls.
 SCALED = (

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from waiting import SECONDS, wait_for
 
-from runner.core.record.journal import Journal
+from runner.core.record.journals import Journal
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.core.base.accelerator import Accelerator
+from runner.core.base.accelerators import Accelerator
 from runner.core.loop.records import HostTransfer
 from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step

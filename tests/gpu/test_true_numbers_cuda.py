@@ -9,7 +9,7 @@ from states import follow_own_state
 from torch import nn
 from torch.nn import functional as F
 
-from runner.core.base.tensors import narrow_parameters
+from runner.core.base.tensor_facts import narrow_parameters
 from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
 from runner.precision import precision, registry

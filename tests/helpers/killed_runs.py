@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from forked_process import ForkedProcess
 
-from runner.core.record import checkpoint_file, journal
+from runner.core.record import checkpoint_file
+from runner.core.record import journals as journal
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of mlflow's imports

@@ -17,7 +17,7 @@ pytest.importorskip("lightning")
 from foreign_trainings import train_with_accelerate
 
 from runner.core.base.errors import ConfigError
-from runner.core.record import journal as journals
+from runner.core.record import journals
 from runner.tracking import writer_process
 from runner.tracking.writer_process import WriterProcess
 

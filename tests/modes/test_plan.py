@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.core.base.tensors import tensor_bytes
+from runner.core.base.tensor_facts import tensor_bytes
 from runner.modes.plan import _state_bytes
 from runner.precision.weight_updates import UPDATE_RULES
 from runner.precision.wide_step import attach_update

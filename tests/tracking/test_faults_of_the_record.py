@@ -18,7 +18,7 @@ from faults import ROOT, Trainer, counted, progress_of, status_of
 from waiting import wait_for
 
 from runner.cli.sync import sync
-from runner.core.record import journal as journals
+from runner.core.record import journals
 
 # MLflow's warnings, where its client reads a database in this process.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from runner.core.base.layout import HISTORY
-from runner.core.record.journal import Journal
+from runner.core.record.journals import Journal
 from runner.tracking import history
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.core.record.journal import END_RESERVE_BYTES, Journal, has_live_owner, read_records
+from runner.core.record.journals import END_RESERVE_BYTES, Journal, has_live_owner, read_records
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from runner.core.base.errors import TrackingError
-from runner.core.record.journal import Journal
+from runner.core.record.journals import Journal
 from runner.core.record.tracker import RunInfo
 from runner.tracking.journal_status import JournalStatus
 from runner.tracking.mlflow import MlflowTracker

@@ -7,7 +7,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from runner.core.config.signature import sign
-from runner.core.record.journal import Journal
+from runner.core.record.journals import Journal
 from runner.tracking import pending, writer_process
 from runner.tracking.pending import MAX_SEARCHED_FOLDERS, find_journals, upload_in_background
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from runner.core.base.errors import TrackingError
-from runner.core.record.journal import JOURNAL_TAG
+from runner.core.record.journals import JOURNAL_TAG
 from runner.tracking.reader import Reader
 
 with warnings.catch_warnings():

@@ -6,7 +6,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from runner.core.record.journal import Journal
+from runner.core.record.journals import Journal
 from runner.core.record.record_lines import encode_json
 from runner.tracking import pending
 from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState

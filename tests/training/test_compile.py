@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.modules import repeated_blocks
-from runner.core.base.tensors import TORCH_VERSION
+from runner.core.base.module_tree import repeated_blocks
+from runner.core.base.tensor_facts import TORCH_VERSION
 from runner.core.config.schema import RunSpec, TrainSpec
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.gpt import GPT

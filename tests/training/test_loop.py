@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from runner.core.base.random_state import seed_all
+from runner.core.base.random_streams import seed_all
 from runner.core.base.stop_signals import Stopped
 from runner.core.config.schema import TrainSpec
 from runner.core.loop.loop import (

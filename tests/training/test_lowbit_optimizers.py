@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import tensor_bytes
+from runner.core.base.tensor_facts import tensor_bytes
 from runner.core.config.schema import RunSpec
 from runner.core.config.targets import check_targets
 from runner.core.loop.state import ScheduledOptimizer

@@ -8,7 +8,7 @@ from states import CPU, make_state, regression_batch, regression_net
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from runner.core.base.accelerator import Accelerator
+from runner.core.base.accelerators import Accelerator
 from runner.core.base.errors import ConfigError
 from runner.core.loop.records import (
     STEP_METRICS,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from runner.core.base import accelerator
-from runner.core.base.accelerator import (
+from runner.core.base import accelerators as accelerator
+from runner.core.base.accelerators import (
     Accelerator,
     available_kinds,
     choose_accelerator,
@@ -10,7 +10,7 @@ from runner.core.base.accelerator import (
     resident_peak_mib,
 )
 from runner.core.base.errors import ConfigError, Unavailable
-from runner.core.base.tensors import MIB
+from runner.core.base.tensor_facts import MIB
 
 
 def test_every_machine_has_a_cpu_last():

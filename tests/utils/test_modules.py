@@ -1,7 +1,7 @@
 import pytest
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.modules import matches_pattern, select_modules
+from runner.core.base.module_tree import matches_pattern, select_modules
 
 NAMES = ["", "l1", "l1.0", "l10", "layer1", "layer1.0", "layer1.0.bn1", "layer2.1.bn1", "head"]
 

@@ -10,7 +10,7 @@ from forked_process import run_forked
 from states import follow_own_state, make_state, regression_batch
 from waiting import SECONDS
 
-from runner.core.base.random_state import (
+from runner.core.base.random_streams import (
     make_deterministic,
     process_state,
     saved_forward_state,
@@ -108,7 +108,7 @@ def test_operations_that_can_differ_are_refused():
 SWITCHES = """
 import sys, torch
 from runner.precision.switches import float32_matmul
-from runner.core.base.random_state import process_state
+from runner.core.base.random_streams import process_state
 b = torch.backends
 places = (b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)
 def state():

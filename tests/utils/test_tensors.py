@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.core.base.tensors import count_elements, stored_bytes, tensor_bytes
+from runner.core.base.tensor_facts import count_elements, stored_bytes, tensor_bytes
 from runner.precision import registry
 
 BNB = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8", "bnb-int8-training")

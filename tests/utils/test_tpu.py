@@ -13,9 +13,9 @@ from forked_process import run_forked
 from waiting import SECONDS
 
 from runner.core.base import tpu
-from runner.core.base.accelerator import Accelerator, available_kinds, choose_accelerator
+from runner.core.base.accelerators import Accelerator, available_kinds, choose_accelerator
 from runner.core.base.errors import ConfigError, Unavailable
-from runner.core.base.tensors import widest_float
+from runner.core.base.tensor_facts import widest_float
 from runner.core.policy.loss_scale import NoLossScale
 from runner.precision import registry
 
@@ -34,7 +34,7 @@ OUGHT = {  # what is typed in place of a precision that a TPU lacks
 }
 ROWS = """
 import torch
-from runner.core.base.accelerator import Accelerator
+from runner.core.base.accelerators import Accelerator
 from runner.precision import registry
 torch.utils.rename_privateuse1_backend("tpu")
 device = torch.device("tpu", 0)

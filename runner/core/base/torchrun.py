@@ -16,7 +16,7 @@ from time import sleep
 from typing import TYPE_CHECKING
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import override_key, quote_value
+from runner.core.base.fmt import override_key, quote_value
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

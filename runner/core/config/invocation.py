@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.core.base.formatting import override_key, shorten_override
+from runner.core.base.fmt import override_key, shorten_override
 from runner.core.base.terminal import quote_command
 from runner.core.config.schema import RunSpec
 

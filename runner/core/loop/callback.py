@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from runner.core.base.files import write_text
-from runner.core.base.formatting import now_ms
+from runner.core.base.fmt import now_ms
 from runner.core.base.layout import CALLBACK_FILES
 from runner.core.loop.records import EvalRecord, Record, StepRecord
 from runner.core.loop.state import TrainState

@@ -18,9 +18,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import now_ms
-from runner.core.base.modules import set_training
-from runner.core.base.random_state import seeded
+from runner.core.base.fmt import now_ms
+from runner.core.base.module_tree import set_training
+from runner.core.base.random_streams import seeded
 from runner.core.base.stop_signals import until_interrupted
 from runner.core.config.schema import TrainSpec
 from runner.core.loop.batches import Batch, BatchLoader, batch_seed, ends_epoch, steps_of_epoch

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import widest_float
+from runner.core.base.tensor_facts import widest_float
 from runner.core.loop.state import TrainState
 from runner.core.loop.strategy import Single, Strategy
 from runner.core.record.metric_names import numbered

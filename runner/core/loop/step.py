@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import now_ms
-from runner.core.base.tensors import cast_gradients, widest_float
+from runner.core.base.fmt import now_ms
+from runner.core.base.tensor_facts import cast_gradients, widest_float
 from runner.core.loop.batches import Batch
 from runner.core.loop.model_call import call_model
 from runner.core.loop.records import TERM_PREFIX, DeviceStepRecord, measure_step

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runner.core.base.errors import ConfigError, ModelError
 from runner.core.base.stop_signals import Stopped
-from runner.core.base.tensors import dtype_name
+from runner.core.base.tensor_facts import dtype_name
 from runner.core.loop.batches import IGNORED_LABEL as IGNORED
 from runner.core.loop.batches import BatchLayout
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from runner.core.base.formatting import first_names, format_part, grouped
+from runner.core.base.fmt import first_names, format_part, grouped
 
 
 class Fate(Enum):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core.base.tensors import cast_gradients
+from runner.core.base.tensor_facts import cast_gradients
 
 
 def parameters_of(*optimizers: Optimizer) -> list[Tensor]:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.core.base.errors import ConfigError, PolicyError
-from runner.core.base.formatting import first_names
+from runner.core.base.fmt import first_names
 from runner.core.base.module_tape import FunctionWatch
-from runner.core.base.tensors import cast_gradients, narrow_parameters
+from runner.core.base.tensor_facts import cast_gradients, narrow_parameters
 from runner.core.policy.gradients import (
     any_found_inf,
     clip_gradients,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.core.base.errors import Unavailable
-from runner.core.base.tensors import CPU_DEVICE, dtype_name
+from runner.core.base.tensor_facts import CPU_DEVICE, dtype_name
 from runner.core.loop.strategy import Strategy
 from runner.core.policy.conversion_report import ConversionReport
 from runner.core.policy.loss_scale import LossScale, NoLossScale

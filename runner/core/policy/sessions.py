@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from runner.core.base.errors import PolicyError
-from runner.core.base.random_state import host_rng_state, set_host_rng_state
+from runner.core.base.random_streams import host_rng_state, set_host_rng_state
 
 _lock = threading.RLock()
 _turn = threading.RLock()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import is_sharded
+from runner.core.base.tensor_facts import is_sharded
 from runner.core.base.torchrun import process_rank
 
 if TYPE_CHECKING:  # importing them takes time that a run without shards need not spend

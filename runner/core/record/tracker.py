@@ -22,7 +22,7 @@ from runner.core.base.files import (
     write_json,
     write_text,
 )
-from runner.core.base.formatting import relative_path
+from runner.core.base.fmt import relative_path
 from runner.core.base.layout import METRICS, RANK_RECORD
 from runner.core.base.secrets import redact
 from runner.core.record.record_lines import (

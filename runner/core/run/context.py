@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from runner.core.base.accelerator import Accelerator
+from runner.core.base.accelerators import Accelerator
 from runner.core.base.stop_signals import StopSignals
 from runner.core.base.torchrun import ProcessRank
 from runner.core.config.invocation import Invocation

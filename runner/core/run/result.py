@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from runner.core.base.files import read_json, write_json
-from runner.core.base.formatting import format_part, now_ms
+from runner.core.base.fmt import format_part, now_ms
 from runner.core.base.layout import RESULT
 from runner.core.config.annotations import dataclass_fields_from_json
 from runner.core.record.metric_names import VAL_LOSS

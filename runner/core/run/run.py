@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from runner.core.base import torchrun
-from runner.core.base.accelerator import Accelerator, choose_accelerator
+from runner.core.base.accelerators import Accelerator, choose_accelerator
 from runner.core.base.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
 from runner.core.base.files import check_links, folder_lock, os_error_reason, unreadable, write_json
-from runner.core.base.formatting import relative_path
+from runner.core.base.fmt import relative_path
 from runner.core.base.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
-from runner.core.base.random_state import process_state
+from runner.core.base.random_streams import process_state
 from runner.core.base.secrets import redact
 from runner.core.base.stop_signals import Stopped, StopSignals
 from runner.core.config.invocation import Invocation
@@ -26,7 +26,7 @@ from runner.core.config.schema import RunSpec, flatten
 from runner.core.config.targets import build_group
 from runner.core.loop.strategy import Strategy
 from runner.core.policy.sessions import one_run
-from runner.core.record import journal
+from runner.core.record import journals as journal
 from runner.core.record.checkpoint_file import LoadedCheckpoint, rename_superseded
 from runner.core.record.record_lines import Status
 from runner.core.record.tracker import (

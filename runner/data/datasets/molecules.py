@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import package_file
+from runner.core import ConfigError, files
 from runner.core.loop.batches import IGNORED_LABEL
 from runner.data.splits import Splits, held_out, require_at_least, split_fields
 
@@ -62,7 +61,7 @@ def molecules(
         raise ConfigError(
             f"data=molecules: masked={masked} is no share between 0 and 1. Type data.masked=0.15."
         )
-    vocabulary = package_file(*_VOCABULARY)
+    vocabulary = files.package_file(*_VOCABULARY)
     if vocabulary is None:
         raise ConfigError(
             "data=molecules needs rxnmapper's vocabulary. Type pip install --no-deps rxnmapper."
@@ -96,7 +95,7 @@ def _encoded(lines: Iterator[str], tokens: dict[str, int], length: int) -> Itera
 
 def _smiles(path: str | None) -> Iterator[str]:
     """Yield the SMILES of a text file, or of the package chemicals."""
-    file = package_file(*_TABLE) if path is None else Path(path)
+    file = files.package_file(*_TABLE) if path is None else Path(path)
     if file is None:
         raise ConfigError(
             "data=molecules: the package chemicals, which ships the molecules (22 MB), is not "

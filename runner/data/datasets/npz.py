@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.data.splits import Splits, TensorFields, held_out, split_fields
 from runner.data.unpacked import check_unpacked
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
 from runner.data.unpacked import check_unpacked, unpacked_limit

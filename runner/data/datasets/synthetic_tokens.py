@@ -2,7 +2,7 @@
 
 import torch
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.data.splits import Splits, first_for_validation, held_out, require_at_least
 
 

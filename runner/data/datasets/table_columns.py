@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import read_as_data
+from runner.core import ConfigError, files
 from runner.core.loop.batches import IGNORED_LABEL
 from runner.data.datasets.imagefolder import decoded_image, image_transform
 from runner.data.datasets.npz import as_input, as_target
@@ -437,7 +436,7 @@ def _load_tokenizer(path: Path, end_token: str | bool) -> _Tokenizer:
             loaded = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             keys = {"local_files_only": True, "trust_remote_code": False}
-            with read_as_data():
+            with files.read_as_data():
                 loaded = AutoTokenizer.from_pretrained(path, **keys)
     except ImportError as error:
         raise ConfigError(

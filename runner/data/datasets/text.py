@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.data.splits import Splits, held_out, require_at_least
 
 

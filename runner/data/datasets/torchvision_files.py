@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 from torchvision.datasets import CIFAR10, MNIST
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import read_as_data
+from runner.core import ConfigError, files
 from runner.data.splits import Splits, image_tensors
 
 
@@ -67,7 +66,7 @@ class TorchvisionDataset:
     def _split(self, root: str, train: bool, download: bool) -> TensorDataset:
         # torchvision compares CIFAR's pickles with their checksums before it reads them, and loads
         # the files that its older versions made of MNIST.
-        with read_as_data():
+        with files.read_as_data():
             dataset = self.kind(root, train=train, download=download)
         pixels = torch.as_tensor(dataset.data)  # uint8 [N, H, W] or [N, H, W, C]
         pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)

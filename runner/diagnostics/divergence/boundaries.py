@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from runner.core.base.module_tape import ROOT, ModuleTape
+from runner.core import ModuleTape
+from runner.core.base.module_tape import ROOT
 from runner.precision.layers.experts import expert_parts
 
 LOSS = "(loss)"

@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.modules import set_training
-from runner.core.loop.batches import Batch
-from runner.core.loop.step import backpropagate, loss_of
-from runner.core.policy.precision import Precision
+from runner.core import Batch, Precision, backpropagate, loss_of, module_tree
 from runner.diagnostics.divergence.boundaries import (
     Boundary,
     FunctionListener,
@@ -294,7 +291,7 @@ def _computing(execution: Execution, generators: list[Tensor]) -> Iterator[None]
     for parameter in model.parameters():
         parameter.grad = None
     set_generator_states(generators, execution.device)
-    set_training(model)
+    module_tree.set_training(model)
     with execution.precision.session(model, execution.device):
         yield
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core.base.files import write_json
-from runner.core.base.formatting import first_names, format_number, format_share
+from runner.core import files, fmt
 from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.compare import BatchComparison
 from runner.diagnostics.divergence.findings import (
@@ -106,7 +105,7 @@ def _remarks(batch: BatchComparison) -> str:
     if any(batch.flips.values()):
         worst = max(batch.flips, key=batch.flips.__getitem__)
         text += (
-            f" {format_share(batch.flips[worst])} of tokens go to other experts in `{worst}`"
+            f" {fmt.format_share(batch.flips[worst])} of tokens go to other experts in `{worst}`"
             f"{', the most of all layers' if len(batch.flips) > 1 else ''}."
         )
     if batch.uneven_calls:
@@ -114,13 +113,13 @@ def _remarks(batch: BatchComparison) -> str:
         for name, (count, expected) in batch.uneven_calls.items():
             times = "once" if count == 1 else f"{count} times"
             counts.append(f"`{name}` ({times} against {expected})")
-        text += f" Not called equally often by both: {first_names(counts, _LISTED)}."
+        text += f" Not called equally often by both: {fmt.first_names(counts, _LISTED)}."
     if batch.other_weights:
         names = [f"`{name}`" for name in batch.other_weights]
         count = len(names)
         text += (
             f" Both have other weights in {count} {'module' if count == 1 else 'modules'}, so that "
-            f"errors there are no bug of their code: {first_names(names, _LISTED)}."
+            f"errors there are no bug of their code: {fmt.first_names(names, _LISTED)}."
         )
     return text
 
@@ -169,7 +168,7 @@ def describe_uncompared(steps: Sequence[StepComparison]) -> str:
     parts = []
     for what, names in uncompared(steps).items():
         if names:
-            listed = first_names([f"`{name}`" for name in names], _LISTED)
+            listed = fmt.first_names([f"`{name}`" for name in names], _LISTED)
             parts.append(f"the {what} of {len(names)} of {len(rows)} modules ({listed})")
     reason = ", where all is 0 or not finite in the reference, or of another shape by rounding"
     return " and ".join(parts) + reason * bool(parts)
@@ -212,7 +211,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
         "cause": describe_cause(first.added) if first else None,
         "steps": steps,
     }
-    write_json(path, content)
+    files.write_json(path, content)
 
 
 def _error_record(added: AddedError | None) -> dict[str, Any] | None:
@@ -283,12 +282,12 @@ def describe_cause(added: AddedError) -> str:
     if error.other_shape:
         return f"{tensor} has another shape"
     if error.nonfinite:
-        share = format_share(error.share(error.nonfinite))
+        share = fmt.format_share(error.share(error.nonfinite))
         dtype = f" of {added.dtype}" if added.dtype else ""
         return f"{tensor} is not finite in {share} of the elements{dtype}{place}"
     text = f"{tensor} is off by {format_relative(error.relative)}"
     if error.is_discrete:
-        text = f"{tensor} differs in {format_share(error.relative)} of the elements"
+        text = f"{tensor} differs in {fmt.format_share(error.relative)} of the elements"
     if math.isfinite(added.ratio):
         text += f", {added.ratio:,.0f} times what rounding explains"
     else:
@@ -296,8 +295,8 @@ def describe_cause(added: AddedError) -> str:
     subnormal = error.share(error.subnormal)
     if subnormal >= MIN_SUBNORMAL_SHARE:
         text += (
-            f" ({format_share(subnormal)} of the elements are below the normal "
-            f"numbers of {added.dtype}, {format_share(error.share(error.flushed))} become zero)"
+            f" ({fmt.format_share(subnormal)} of the elements are below the normal "
+            f"numbers of {added.dtype}, {fmt.format_share(error.share(error.flushed))} become zero)"
         )
     return text + place
 
@@ -318,7 +317,7 @@ def _agreement(batch: BatchComparison, name: str, against: str, extent: str) -> 
             backward = [(row.gradient_added, row.module) for row in rows if row.gradient_added]
             added, module = max(backward, key=lambda pair: pair[0].ratio)
             where = f"the backward of `{module}`"
-        share = format_share(added.found.share(added.found.different))
+        share = fmt.format_share(added.found.share(added.found.different))
         return (
             f"{name} and {against} compute in the same format and differ, first in {where}: "
             f"{format_relative(added.found.relative)} in norm, {share} of the elements, which "
@@ -346,7 +345,7 @@ def format_relative(value: float) -> str:
         return "more than its size"
     if value == 0:
         return "0"
-    return format_share(value) if value >= 1e-4 else f"{value:.1e}"
+    return fmt.format_share(value) if value >= 1e-4 else f"{value:.1e}"
 
 
 MAX_ROWS = 40
@@ -374,7 +373,7 @@ def write_page(report: DivergenceReport, path: Path) -> None:
         blocks += [Heading("Error over the steps"), Charts([chart])]
     if batch.flips:
         flips = sorted(batch.flips.items(), key=lambda one: -one[1])
-        lines = [[Cell(name), Cell(format_share(share), bar=share)] for name, share in flips]
+        lines = [[Cell(name), Cell(fmt.format_share(share), bar=share)] for name, share in flips]
         names = f"{report.name} against {report.against}"
         by_layer = Table(["layer", names], lines[:MAX_ROWS], frozenset({0}))
         blocks += [Heading("Tokens that go to other experts"), by_layer]
@@ -415,16 +414,16 @@ def _facts(report: DivergenceReport) -> list[tuple[str, str]]:
     reference, loss = step.batch.losses
     facts = [
         ("step", str(step.step)),
-        ("loss", f"{format_number(loss)}, in {report.against} {format_number(reference)}"),
+        ("loss", f"{fmt.format_number(loss)}, in {report.against} {fmt.format_number(reference)}"),
         ("model's output", f"differs by {format_relative(step.batch.output_error)}"),
         ("gradients together", f"differ by {format_relative(step.batch.gradient_error)}"),
     ]
     if step.log_probabilities is not None:
         rms, changed = step.log_probabilities
-        text = f"differ by {format_number(rms)} nats (rms); another class is first for "
-        facts.append(("log-probabilities of the targets", text + format_share(changed)))
+        text = f"differ by {fmt.format_number(rms)} nats (rms); another class is first for "
+        facts.append(("log-probabilities of the targets", text + fmt.format_share(changed)))
     if step.batch.scale != 1.0:
-        facts.append(("loss scale", format_number(step.batch.scale)))
+        facts.append(("loss scale", fmt.format_number(step.batch.scale)))
     return facts
 
 
@@ -454,10 +453,10 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
             Cell(format_relative(arrived)),
             Cell(format_relative(error.relative)),
             Cell(format_relative(added.expected)),
-            Cell(format_number(added.ratio), tone),
+            Cell(fmt.format_number(added.ratio), tone),
             Cell(f"{ulps:,.10g}"),
             Cell(f"{error.sqnr_db:.0f}" if math.isfinite(error.sqnr_db) else "exact"),
-            Cell(format_share(error.share(error.different))),
+            Cell(fmt.format_share(error.share(error.different))),
         ]
         lines.append(line)
     return Table(head, lines, frozenset(range(2)))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from runner.core.base.tensors import dtype_name, unit_roundoff
+from runner.core import tensor_facts
 from runner.diagnostics.divergence.boundaries import CHOICES, LOSS, ROOT, WRITTEN, Boundary
 from runner.diagnostics.divergence.passes import Arrival, PassErrors
 from runner.diagnostics.divergence.reference import Reference
@@ -172,8 +172,10 @@ def build_network(
         kinds={**kinds, LOSS: "loss"},
         owners={**reference.owners, **written},
         users=reference.users,
-        dtypes={boundary: dtype_name(dtype) for boundary, dtype in arrival.dtypes.items()},
-        state_dtypes={name: dtype_name(tensor.dtype) for name, tensor in state},
+        dtypes={
+            boundary: tensor_facts.dtype_name(dtype) for boundary, dtype in arrival.dtypes.items()
+        },
+        state_dtypes={name: tensor_facts.dtype_name(tensor.dtype) for name, tensor in state},
         roundoffs=roundoffs,
         widths=widths,
         rows=rows,
@@ -303,7 +305,7 @@ def _forward_errors(
         expected = _relative(explained.buffers.get(buffer))
         # Rounding does not change a counter.
         if not error.is_discrete:
-            roundoff = unit_roundoff(getattr(torch, dtype)) if dtype else 0.0
+            roundoff = tensor_facts.unit_roundoff(getattr(torch, dtype)) if dtype else 0.0
             roundoff = max(roundoffs.code[module], roundoff)
             expected = with_rounding(expected, roundoff, network.widths[module])
         position = positions.get(Boundary(module, 0, "out", 0), 0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.tensors import unit_roundoff
+from runner.core import tensor_facts
 from runner.diagnostics.divergence.boundaries import (
     LOSS,
     ROOT,
@@ -380,7 +380,9 @@ def other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
         other = others.get(name)
         if other is None or not _is_comparable(parameter, other):
             continue
-        roundoff = max(unit_roundoff(parameter.dtype), unit_roundoff(other.dtype))
+        roundoff = max(
+            tensor_facts.unit_roundoff(parameter.dtype), tensor_facts.unit_roundoff(other.dtype)
+        )
         pairs = (by_expert(name, each.detach(), stacks) for each in (parameter, other))
         for (part, own), (_, expected) in zip(*pairs, strict=True):
             error = measure_error(own, expected.to(own.device), counts=False)

@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import check_version
-from runner.core.base.tensors import dtype_name, real_view, unit_roundoff
-from runner.core.loop.batches import Batch
+from runner.core import Batch, ConfigError, files, tensor_facts
 from runner.diagnostics.divergence.boundaries import Boundary, Visitor
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, norm_of
 
@@ -115,7 +112,7 @@ class Reference:
 
     def no_error(self, tensor: Tensor) -> TensorError:
         """Return the error of what equals one of the reference's own tensors."""
-        is_discrete = not unit_roundoff(tensor.dtype)
+        is_discrete = not tensor_facts.unit_roundoff(tensor.dtype)
         return TensorError(0.0, self.norm(tensor), elements=tensor.numel(), is_discrete=is_discrete)
 
     def error(
@@ -351,7 +348,7 @@ def write_dump(
     narrow_code = None
     if code is not None:
         narrow_code = {
-            "dtype": dtype_name(code.dtype),
+            "dtype": tensor_facts.dtype_name(code.dtype),
             "by_autocast": sorted(code.by_autocast),
             "computing": sorted(code.computing),
         }
@@ -387,7 +384,7 @@ def read_dump(path: Path, device: torch.device) -> Dump:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
-            check_version(
+            files.check_version(
                 f"against={path}",
                 "dump",
                 metadata["format"].removeprefix(_FORMAT_FAMILY),
@@ -443,7 +440,7 @@ def weights_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
-        digest.update(_bytes(real_view(parameter.detach()).float()))
+        digest.update(_bytes(tensor_facts.real_view(parameter.detach()).float()))
     return digest.hexdigest()
 
 

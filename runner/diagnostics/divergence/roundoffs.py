@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.tensors import real_view, unit_roundoff
-from runner.core.loop.state import TrainState
-from runner.core.policy.precision import Precision
+from runner.core import Precision, TrainState, tensor_facts
 from runner.diagnostics.divergence.boundaries import ROOT, Boundary
 from runner.diagnostics.divergence.reference import NarrowCode, Reference
 from runner.precision.conversion import is_converted
@@ -81,7 +79,7 @@ class Execution:
 
 def narrow_dtype(precision: Precision) -> torch.dtype:
     """Return the narrower of the dtypes that a precision computes in and stores."""
-    return max(precision.compute, precision.storage, key=unit_roundoff)
+    return max(precision.compute, precision.storage, key=tensor_facts.unit_roundoff)
 
 
 def find_roundoffs(
@@ -102,15 +100,15 @@ def find_roundoffs(
     """
     roundoffs = Roundoffs()
     # A tensor that is narrower than the precision has it is a bug, which must not excuse itself.
-    widest = unit_roundoff(narrow_dtype(execution.precision))
+    widest = tensor_facts.unit_roundoff(narrow_dtype(execution.precision))
     # Where the reference's modules pass a tensor on, it is as rounded as where it came from: what
     # one execution passes on the other may have cast, as float() of a float32 and of a bfloat16
     # tensor.
     by_tensor: defaultdict[int, float] = defaultdict(float)
     by_boundary: dict[Boundary, float] = {}
     for boundary, value in reference.values.items():
-        other = min(unit_roundoff(dtypes.get(boundary, value.dtype)), widest)
-        roundoff = max(unit_roundoff(value.dtype), other)
+        other = min(tensor_facts.unit_roundoff(dtypes.get(boundary, value.dtype)), widest)
+        roundoff = max(tensor_facts.unit_roundoff(value.dtype), other)
         by_boundary[boundary] = roundoff
         # What a module only passes on it has not rounded.
         if roundoff > by_tensor[id(value)]:
@@ -161,13 +159,13 @@ def _add_execution(
         # Where functions are not seen, the own code of any module that has modules may round.
         elif narrow_code is None and module not in kept and next(module.children(), None):
             rounding.add(name)
-    roundoff = unit_roundoff(narrow_dtype(precision))
+    roundoff = tensor_facts.unit_roundoff(narrow_dtype(precision))
     for name in rounding:
         roundoffs.code[name] = max(roundoffs.code[name], roundoff)
     if precision.storage is torch.float32:
         with precision.forward(device):
             if torch.is_autocast_enabled(device.type):
-                autocast = unit_roundoff(torch.get_autocast_dtype(device.type))
+                autocast = tensor_facts.unit_roundoff(torch.get_autocast_dtype(device.type))
                 roundoffs.parameters = max(roundoffs.parameters, autocast)
 
 
@@ -209,7 +207,7 @@ class Perturber:
     def perturbed(self, tensor: Tensor, roundoff: float) -> Tensor:
         """Return tensor * (1 + r), r random and uniform in [-roundoff, roundoff]."""
         if tensor.is_complex():
-            return torch.view_as_complex(self.perturbed(real_view(tensor), roundoff))
+            return torch.view_as_complex(self.perturbed(tensor_facts.real_view(tensor), roundoff))
         if not (roundoff and tensor.is_floating_point()):
             return tensor
         # In float32 at least: a narrow reference would round the change away.
@@ -236,7 +234,7 @@ class Perturber:
                 # A tied parameter belongs to several modules, and is changed once.
                 code = self.code_roundoff(name or ROOT)
                 roundoffs[parameter] = max(code, roundoffs[parameter])
-        changed = {p: r for p, r in roundoffs.items() if unit_roundoff(p.dtype) and r}
+        changed = {p: r for p, r in roundoffs.items() if tensor_facts.unit_roundoff(p.dtype) and r}
         before = {parameter: parameter.detach().clone() for parameter in changed}
         for parameter, roundoff in changed.items():
             parameter.data.copy_(self.perturbed(parameter.detach(), roundoff))

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from runner.core.base.tensors import real_view
-from runner.core.loop.task import Task
+from runner.core import Task, tensor_facts
 
 _Key = TypeVar("_Key")
 
@@ -65,7 +64,7 @@ class TensorError(NamedTuple):
 def norm_of(tensor: Tensor) -> float:
     """Return the 2-norm of a floating or complex tensor, and the number of elements of another; the
     host waits for the device."""
-    tensor = real_view(tensor)
+    tensor = tensor_facts.real_view(tensor)
     if not tensor.is_floating_point():
         return float(tensor.numel())
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
@@ -89,7 +88,7 @@ def measure_error(
         counts: whether elements are counted that differ or become zero, and the peak is found.
         norm: of the reference; None computes it.
     """
-    tensor, reference = real_view(tensor), real_view(reference)
+    tensor, reference = tensor_facts.real_view(tensor), tensor_facts.real_view(reference)
     elements = tensor.numel()
     if tensor.shape != reference.shape:
         return TensorError(math.inf, 1.0, elements=elements, other_shape=True, peak=1.0)

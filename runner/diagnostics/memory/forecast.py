@@ -36,19 +36,23 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.core.base.errors import RunnerError
-from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.modules import set_training
-from runner.core.base.tensors import GIB, float32_bytes
+from runner.core import (
+    ConversionPlan,
+    Precision,
+    RunnerError,
+    RunSpec,
+    TrainingSetup,
+    TrainState,
+    call_model,
+    module_tree,
+    suppress_warnings,
+    targets,
+    tensor_facts,
+    train_step,
+)
 from runner.core.base.tpu import is_tpu
-from runner.core.config.schema import RunSpec
-from runner.core.config.targets import build_group
 from runner.core.loop.loop import Stagnation, set_evaluation_mode
-from runner.core.loop.model_call import call_model
-from runner.core.loop.state import TrainState
-from runner.core.loop.step import train_step
-from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
-from runner.core.run.context import TrainingSetup
+from runner.core.policy.precision import NO_PLAN
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.diagnostics.memory.memory_tracker import (
@@ -107,7 +111,7 @@ class Rehearsal:
             if state.evaluated is not None:
                 tracker.add(OPTIMIZER, *state.evaluated.tensors())
             tracker.add(ACTIVATIONS, *tree_leaves(batches))
-            set_training(state.model)
+            module_tree.set_training(state.model)
             with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
                 watch = Stagnation(state)
@@ -291,9 +295,9 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> C
         return NO_PLAN
     with suppress(Exception), torch.no_grad():
         with META_DEVICE:
-            model = build_group("model", spec.model)
+            model = targets.build_group("model", spec.model)
         candidates = [m for m in model.modules() if possible_stacks(m) and not own_stacks(m)]
-        fits = float32_bytes(model) < USABLE_MEMORY_SHARE * free_memory(device)
+        fits = tensor_facts.float32_bytes(model) < USABLE_MEMORY_SHARE * free_memory(device)
         if candidates and fits:
             inputs, _ = example_batch(spec, 2, device)
             finding = ConversionPlan(finds_experts=True)
@@ -347,16 +351,17 @@ def peak_forecast(
         room = USABLE_MEMORY_SHARE * free_memory(device)
         # A model that reads its own values cannot be built without memory: it is not refused.
         with suppress(NotImplementedError, RuntimeError), META_DEVICE:
-            model = build_group("model", spec.model)
+            model = targets.build_group("model", spec.model)
             materialize_lazy_layers(spec, model, META_DEVICE)
-            size = float32_bytes(model)
+            size = tensor_facts.float32_bytes(model)
         # Weights, gradients and two averages in float32; where most weights are frozen, the weights
         # alone, before they are packed.
         needs = size * (1.5 if precision.freezes else 4)
         if needs > room:
             raise ForecastUnavailable(
                 "its operators want real numbers, and steps on a few take about "
-                f"{needs / GIB:.1f} of the {room / GIB:.1f} GiB that may be used."
+                f"{needs / tensor_facts.GIB:.1f} of the {room / tensor_facts.GIB:.1f} GiB that "
+                "may be used."
             )
         return build_rehearsal(spec, precision, device, found, micro_batches, fake=False)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.module_tape import ModuleTape, is_in_backward
-from runner.core.base.tensors import inner_tensors
+from runner.core import ModuleTape, tensor_facts
+from runner.core.base.module_tape import is_in_backward
 from runner.precision.emulation.cpu_kernels import KERNELS
 
 _CUDA_BLOCK = 512
@@ -87,7 +87,7 @@ class MemoryTracker(TorchDispatchMode):
     def add(self, kind: int, *tensors: Tensor) -> None:
         """Count the storages of tensors as a kind, also those that were counted as another."""
         # Quantized tensors and other wrappers hold several plain ones.
-        parts = [part for tensor in tensors for part in inner_tensors(tensor)]
+        parts = [part for tensor in tensors for part in tensor_facts.inner_tensors(tensor)]
         for part in parts:
             storage = part.untyped_storage()
             key = storage._cdata

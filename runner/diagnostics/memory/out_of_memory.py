@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from runner.core.base.accelerator import Accelerator
-from runner.core.base.errors import RunnerError
-from runner.core.base.modules import repeated_blocks
-from runner.core.base.tensors import MIB, stored_bytes, tensor_bytes
-from runner.core.config.schema import RunSpec
-from runner.core.loop.state import TrainState
-from runner.core.policy.precision import Precision
+from runner.core import (
+    Precision,
+    RunnerError,
+    RunSpec,
+    TrainState,
+    accelerators,
+    module_tree,
+    tensor_facts,
+)
 from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
@@ -65,7 +67,7 @@ class MemoryWatch:
 
     spec: RunSpec
     precision: Precision
-    accelerator: Accelerator
+    accelerator: accelerators.Accelerator
     optimizer: str
     save_traceback: Callable[[], object]
     state: TrainState | None = field(default=None, init=False)
@@ -84,7 +86,7 @@ class MemoryWatch:
         if loader is not None:
             taken, _ = memory_limit(self.accelerator.device)
             # Data in memory, libraries and other processes: no setting of the run changes these.
-            self.other_bytes = taken - stored_bytes(state.model)
+            self.other_bytes = taken - tensor_facts.stored_bytes(state.model)
 
     @contextmanager
     def explain(self) -> Iterator[None]:
@@ -116,17 +118,17 @@ def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
             when = f"in step {state.step}"
         elif state.step:
             when = f"in the evaluation after step {state.step}"
-        sizes["weights"] = stored_bytes(state.model)
+        sizes["weights"] = tensor_facts.stored_bytes(state.model)
         # No variable holds the gradients: they are freed before a forecast is made.
-        sizes["gradients"] = tensor_bytes(
+        sizes["gradients"] = tensor_facts.tensor_bytes(
             *(p.grad for p in state.trainable_parameters if p.grad is not None)
         )
-        sizes["optimizer state"] = tensor_bytes(*state.optimizer_tensors())
-    sizes["peak"] = watch.accelerator.peak_memory_mib() * MIB
+        sizes["optimizer state"] = tensor_facts.tensor_bytes(*state.optimizer_tensors())
+    sizes["peak"] = watch.accelerator.peak_memory_mib() * tensor_facts.MIB
     if device.type == "cuda":
         sizes["device"] = torch.cuda.get_device_properties(device).total_memory
     lines = [f"Out of memory {when} on {watch.accelerator.name}: {reason}"]
-    lines += [f"  {name:<16}{size / MIB:>10.1f} MiB" for name, size in sizes.items()]
+    lines += [f"  {name:<16}{size / tensor_facts.MIB:>10.1f} MiB" for name, size in sizes.items()]
     remedies = f"To need less, type {', or '.join(memory_remedies(watch))}."
     return "\n".join([*lines, *(fitting_settings(watch, error) or [remedies])])
 
@@ -213,7 +215,7 @@ def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
         return False
     if watch.spec.train.activation_checkpointing:
         return False
-    return bool(repeated_blocks(watch.state.model))
+    return bool(module_tree.repeated_blocks(watch.state.model))
 
 
 def _size_factors(watch: MemoryWatch) -> dict[str, dict[str, float]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from runner.core.base.tensors import real_view
+from runner.core import tensor_facts
 from runner.diagnostics.numerics.results import NEGLIGIBLE_EXPONENT_GAP, QuantizationLoss
 from runner.precision.emulation.formats import (
     BFLOAT16,
@@ -140,7 +140,7 @@ def take_sample(tensor: Tensor, masked: bool = False, most: int = MAX_SAMPLE_ELE
             mask, which every format can hold: they are counted as zeros.
         most: elements that are copied at most.
     """
-    flat = real_view(tensor.detach()).reshape(-1)
+    flat = tensor_facts.real_view(tensor.detach()).reshape(-1)
     stride = -(-flat.numel() // most)
     # Without a common factor with the number of elements, so that it falls on every channel.
     while math.gcd(stride, flat.numel()) > 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.core.base.formatting import first_names, format_share
+from runner.core import fmt
 from runner.diagnostics.numerics.results import (
     INITIAL_SCALE,
     KINDS,
@@ -43,32 +43,32 @@ MIN_COLOURED_SHARE = 1e-5
 
 def numerics_summary(numerics: Numerics) -> str:
     """Return what each format lacks, a line for each, and what was not judged."""
-    return "\n".join(f"  {fmt}: {verdict}" for fmt, verdict in _verdicts(numerics))
+    return "\n".join(f"  {name}: {verdict}" for name, verdict in _verdicts(numerics))
 
 
 def _verdicts(numerics: Numerics) -> Iterator[tuple[str, str]]:
     """Yield each format and its verdict, with the module that is the worst reason for it."""
-    for fmt in FORMATS:
-        verdict = format_verdict(numerics, fmt)
+    for name in FORMATS:
+        verdict = format_verdict(numerics, name)
         # A format that would do has no reason, but may lose something all the same.
-        for module, kind, what, value in (numerics.reasons(fmt) or numerics.worst(fmt))[:1]:
-            verdict += f" (most: {format_share(value)} {what} in the {kind} of {module})"
-        yield fmt, verdict
+        for module, kind, what, value in (numerics.reasons(name) or numerics.worst(name))[:1]:
+            verdict += f" (most: {fmt.format_share(value)} {what} in the {kind} of {module})"
+        yield name, verdict
     for kind, names in numerics.unjudged().items():
-        yield "not judged, for all are 0", f"{kind} of {first_names(names, 4)}"
+        yield "not judged, for all are 0", f"{kind} of {fmt.first_names(names, 4)}"
 
 
-def format_verdict(numerics: Numerics, fmt: str) -> str:
+def format_verdict(numerics: Numerics, name: str) -> str:
     """Return in words what a format lacks.
 
     Gradients that a loss scale saves lack no range; updates that are swallowed matter only where
     weights are stored in the format alone.
     """
-    scaled = fmt == "float16" and suitable_range(numerics) is not None
+    scaled = name == "float16" and suitable_range(numerics) is not None
     good = "would do with a loss scale" if scaled else "would do"
     kinds = KINDS_WITHOUT_GRADIENTS if scaled else KINDS
-    lacks = numerics.sensitivity(fmt, kinds)
-    reasons = numerics.reasons(fmt, kinds)
+    lacks = numerics.sensitivity(name, kinds)
+    reasons = numerics.reasons(name, kinds)
     if lacks == "precision" and all(what != "noise" for *_, what, _ in reasons):
         return f"{good}, but not to store weights in"
     return good if lacks == "none" else f"lacks {lacks}"
@@ -81,7 +81,7 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
         OSError: the file cannot be written.
     """
     own = numerics.computed_in
-    order = [own, *(fmt for fmt in FORMATS if fmt != own)]
+    order = [own, *(name for name in FORMATS if name != own)]
     steps = [snapshot.step for snapshot in numerics.probes]
     formats = f"stores {numerics.storage}, computes {numerics.compute}"
     looks = f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}"
@@ -90,13 +90,18 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
         Items(list(_verdicts(numerics))),
         Text(loss_scale_sentence(numerics), "small"),
     ]
-    for fmt in order:
-        blocks.append(Heading(fmt))
-        maps = [heat_maps(numerics, fmt, [kind]) for kind in KINDS]
+    for name in order:
+        blocks.append(Heading(name))
+        maps = [heat_maps(numerics, name, [kind]) for kind in KINDS]
         blocks.append(Charts([svg_element(figure) for figure in maps if figure.axes]))
         rows = [
-            [Cell(module, note=note), Cell(kind), Cell(what), Cell(format_share(value), bar=value)]
-            for (module, kind, what, value), note in _worst_of_stacks(numerics.worst(fmt))
+            [
+                Cell(module, note=note),
+                Cell(kind),
+                Cell(what),
+                Cell(fmt.format_share(value), bar=value),
+            ]
+            for (module, kind, what, value), note in _worst_of_stacks(numerics.worst(name))
         ]
         head = ["worst module", "kind", "what", "share"]
         worst = Table(head, rows, frozenset({0, 1, 2}))
@@ -115,7 +120,7 @@ def _worst_of_stacks(complaints: Sequence[Complaint]) -> list[tuple[Complaint, s
         groups.setdefault((_stack_of(module), kind, what), []).append(complaint)
     rows = []
     for group in list(groups.values())[:WORST_TABLE_ROWS]:
-        least = format_share(group[-1][3])
+        least = fmt.format_share(group[-1][3])
         note = f"the most of {len(group)} experts, the least {least}" if len(group) > 1 else ""
         rows.append((group[0], note))
     return rows
@@ -173,9 +178,9 @@ def _scales_in_force(numerics: Numerics) -> str:
 def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
     """Return the page's terms, with the limits of the verdicts."""
     scaled = _scales_in_force(numerics) or "1, for the run has none"
-    vanished = format_share(VANISHING_SHARE_LIMIT)
-    noise = format_share(NOISE_SHARE_LIMIT)
-    swallowed = format_share(SWALLOWED_SHARE_LIMIT)
+    vanished = fmt.format_share(VANISHING_SHARE_LIMIT)
+    noise = fmt.format_share(NOISE_SHARE_LIMIT)
+    swallowed = fmt.format_share(SWALLOWED_SHARE_LIMIT)
     terms = {
         "overflow, underflow": "shares of the values other than zero that are past the largest of "
         f"the format, that become zero and are at least 2^-{NEGLIGIBLE_EXPONENT_GAP} of the "
@@ -201,7 +206,7 @@ def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
     return list(terms.items())
 
 
-def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
+def lost_shares(numerics: Numerics, name: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
     """Return the share that each module loses at each snapshot.
 
     Returns:
@@ -216,7 +221,7 @@ def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDA
         for stats in snapshot.measured:
             if stats.kind != kind:
                 continue
-            lost = numerics.quantization_loss(stats, fmt)
+            lost = numerics.quantization_loss(stats, name)
             share = (
                 lost.swallowed if kind == "updates" else min(1.0, lost.vanishing + lost.overflow)
             )
@@ -227,7 +232,7 @@ def lost_shares(numerics: Numerics, fmt: str, kind: str) -> tuple[list[str], NDA
     return names, shares
 
 
-def heat_maps(numerics: Numerics, fmt: str, kinds: Sequence[str] = KINDS) -> "Figure":
+def heat_maps(numerics: Numerics, name: str, kinds: Sequence[str] = KINDS) -> "Figure":
     """Draw a panel for each of the kinds that loses something: the modules that do down, steps
     across, the share lost as colour."""
     from matplotlib.cm import ScalarMappable
@@ -239,7 +244,7 @@ def heat_maps(numerics: Numerics, fmt: str, kinds: Sequence[str] = KINDS) -> "Fi
     ticks = list(range(0, len(steps), -(-len(steps) // 5)))
     panels = []
     for kind in kinds:
-        names, shares = lost_shares(numerics, fmt, kind)
+        names, shares = lost_shares(numerics, name, kind)
         most = np.nan_to_num(shares).max(axis=1)
         losing = np.flatnonzero(most >= MIN_COLOURED_SHARE)
         # The modules that lose most, in the model's order.
@@ -263,10 +268,10 @@ def heat_maps(numerics: Numerics, fmt: str, kinds: Sequence[str] = KINDS) -> "Fi
             labels = [module_label(name) for name in names]
             axes.set_yticks(range(len(names)), labels, parse_math=False)
             axes.set_ylim(height - 0.5, -0.5)
-        figure.suptitle(f"{'share of values' if panels else 'nothing'} that {fmt} loses")
+        figure.suptitle(f"{'share of values' if panels else 'nothing'} that {name} loses")
         if panels:
             scale = ScalarMappable(*_colour_scale())
-            look = {"location": "bottom", "aspect": 30, "format": lambda x, _: format_share(x)}
+            look = {"location": "bottom", "aspect": 30, "format": lambda x, _: fmt.format_share(x)}
             figure.colorbar(scale, ax=figure.axes, ticks=(1e-4, 1e-2, 1), **look)
     return figure
 

@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import now_ms, relative_path
-from runner.core.base.layout import NUMERICS
-from runner.core.base.module_tape import ROOT, ModuleTape
-from runner.core.base.tensors import dtype_name
-from runner.core.loop.callback import RunCallback
-from runner.core.loop.state import TrainState
-from runner.core.record.tracker import RunOutput
+from runner.core import (
+    ConfigError,
+    ModuleTape,
+    RunCallback,
+    RunOutput,
+    TrainState,
+    fmt,
+    layout,
+    tensor_facts,
+)
+from runner.core.base.module_tape import ROOT
 from runner.diagnostics.numerics.measure import (
     BLOCK_ELEMENTS,
     MAX_SAMPLE_ELEMENTS,
@@ -308,8 +311,8 @@ class NumericsCallback(RunCallback):
         return Numerics(
             self.every,
             precision.name,
-            dtype_name(precision.storage),
-            dtype_name(precision.compute),
+            tensor_facts.dtype_name(precision.storage),
+            tensor_facts.dtype_name(precision.compute),
             tuple(self.snapshots),
         )
 
@@ -329,7 +332,7 @@ class NumericsCallback(RunCallback):
         }
         if swallowed:
             values["numerics/swallowed_share"] = max(swallowed)
-        self.output.tracker.log_metrics([(snapshot.step, now_ms(), values)])
+        self.output.tracker.log_metrics([(snapshot.step, fmt.now_ms(), values)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """On resume, read the snapshots up to the checkpoint's step from the run's folder."""
@@ -353,9 +356,9 @@ class NumericsCallback(RunCallback):
         numerics = self.numerics
         output = self.output
         page = output.out / "numerics.html"
-        output.save_artifact(output.out / NUMERICS, numerics.write)
+        output.save_artifact(output.out / layout.NUMERICS, numerics.write)
         output.save_artifact(
             output.out / "numerics.png", lambda path: draw_heat_maps(numerics, path)
         )
         output.save_artifact(page, lambda path: write_page(numerics, self.label, path))
-        output.say(f"numerics: see {relative_path(page)}\n{numerics_summary(numerics)}")
+        output.say(f"numerics: see {fmt.relative_path(page)}\n{numerics_summary(numerics)}")

@@ -12,10 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import read_json, write_text
-from runner.core.base.formatting import grouped
-from runner.core.base.layout import NUMERICS
+from runner.core import ConfigError, files, fmt, layout
 from runner.precision.emulation.formats import FLOAT16, FORMATS
 
 KINDS = ("activations", "weights", "gradients", "updates")
@@ -157,7 +154,7 @@ class Numerics:
         return self.storage if self.storage in FORMATS else "bfloat16"
 
     def worst(
-        self, fmt: str, most: int | None = None, kinds: Sequence[str] = KINDS
+        self, name: str, most: int | None = None, kinds: Sequence[str] = KINDS
     ) -> list[Complaint]:
         """Return what the format loses per module, as means over the snapshots.
 
@@ -165,7 +162,7 @@ class Numerics:
         `noise` is listed from NOISE_SHARE_LIMIT on.
 
         Args:
-            fmt: of those measured.
+            name: of those measured.
             most: how many; None for all.
             kinds: those of KINDS that the format would hold.
 
@@ -173,7 +170,7 @@ class Numerics:
             ValueError: no such format was measured.
         """
         complaints: list[Complaint] = []
-        for (module, kind), lost in self._mean_losses(fmt).items():
+        for (module, kind), lost in self._mean_losses(name).items():
             if kind not in kinds:
                 continue
             shares = {"swallowed": lost.swallowed or 0.0}
@@ -185,20 +182,20 @@ class Numerics:
             ]
         return sorted(complaints, key=lambda row: (row[2] != "overflow", -row[3]))[:most]
 
-    def reasons(self, fmt: str, kinds: Sequence[str] = KINDS) -> list[Complaint]:
+    def reasons(self, name: str, kinds: Sequence[str] = KINDS) -> list[Complaint]:
         """Return those of `worst` that make the verdict of `sensitivity`, worst first.
 
         Raises:
             ValueError: no such format was measured.
         """
-        verdict = self.sensitivity(fmt, kinds)
+        verdict = self.sensitivity(name, kinds)
         if verdict == "none":
             return []
-        means = self._mean_losses(fmt)
-        everything = self.worst(fmt, kinds=kinds)
+        means = self._mean_losses(name)
+        everything = self.worst(name, kinds=kinds)
         return [row for row in everything if _lacks(row[1], means[row[0], row[1]]) == verdict]
 
-    def sensitivity(self, fmt: str, kinds: Sequence[str] = KINDS) -> Sensitivity:
+    def sensitivity(self, name: str, kinds: Sequence[str] = KINDS) -> Sensitivity:
         """Return what the format lacks for this model, at the loss scale in force.
 
         "range": activations, weights or gradients of a module overflow, the share that vanishes
@@ -210,7 +207,7 @@ class Numerics:
         Raises:
             ValueError: no such format was measured.
         """
-        losses = self._mean_losses(fmt)
+        losses = self._mean_losses(name)
         lacks = {_lacks(kind, lost) for (_, kind), lost in losses.items() if kind in kinds}
         # One module that lacks range decides, whatever the others lack.
         if "range" in lacks:
@@ -223,29 +220,29 @@ class Numerics:
         is_judged: dict[tuple[str, str], bool] = defaultdict(bool)
         for stats in (stats for snapshot in self.probes for stats in snapshot.measured):
             is_judged[stats.kind, stats.module] |= stats.largest != 0 or stats.kind == "updates"
-        return grouped(key for key, judged in is_judged.items() if not judged)
+        return fmt.grouped(key for key, judged in is_judged.items() if not judged)
 
-    def _mean_losses(self, fmt: str) -> dict[tuple[str, str], QuantizationLoss]:
+    def _mean_losses(self, name: str) -> dict[tuple[str, str], QuantizationLoss]:
         """Return the mean loss of each module and kind over the snapshots that have values."""
         rows: dict[tuple[str, str], list[QuantizationLoss]] = defaultdict(list)
         for snapshot in self.probes:
             for stats in snapshot.measured:
-                if fmt not in stats.formats:
+                if name not in stats.formats:
                     known = ", ".join(stats.formats)
-                    raise ValueError(f"{fmt} was not measured. Known: {known}.")
+                    raise ValueError(f"{name} was not measured. Known: {known}.")
                 # No format loses anything of zeros, which would hide what it loses of others.
                 if stats.largest != 0 or stats.kind == "updates":
-                    rows[stats.module, stats.kind].append(self.quantization_loss(stats, fmt))
+                    rows[stats.module, stats.kind].append(self.quantization_loss(stats, name))
         return {key: _mean(losses) for key, losses in rows.items()}
 
-    def quantization_loss(self, stats: TensorStats, fmt: str) -> QuantizationLoss:
+    def quantization_loss(self, stats: TensorStats, name: str) -> QuantizationLoss:
         """Return what a format loses of a measured tensor.
 
         A value that is not finite has left the range of the run's own compute format, and with it
         that of every narrower one.
         """
-        lost = stats.formats[fmt]
-        largest = FORMATS[fmt.removesuffix("_unscaled")].largest
+        lost = stats.formats[name]
+        largest = FORMATS[name.removesuffix("_unscaled")].largest
         # A run in float32 has left float32's range, and so that of every format here.
         own_largest = FORMATS[self.compute].largest if self.compute in FORMATS else math.inf
         if not stats.not_finite or largest > own_largest:
@@ -254,7 +251,7 @@ class Numerics:
 
     def write(self, path: Path) -> Path:
         """Write the file and return its path. Raises OSError: it cannot be written."""
-        return write_text(path, json.dumps(asdict(self), allow_nan=False) + "\n")
+        return files.write_text(path, json.dumps(asdict(self), allow_nan=False) + "\n")
 
 
 def read(folder: Path) -> Numerics:
@@ -263,11 +260,11 @@ def read(folder: Path) -> Numerics:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    path = folder / NUMERICS
+    path = folder / layout.NUMERICS
     if not path.is_file():
         raise ConfigError(f"{path} is no file. Train with numerics.every=<steps> to have it.")
     try:
-        content = read_json(path)
+        content = files.read_json(path)
         snapshots = []
         for probe in content["probes"]:
             measured = []

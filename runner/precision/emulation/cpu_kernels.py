@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.precision.emulation.formats import round_to_tf32
 
 BoxedKernel = Callable[..., Any]

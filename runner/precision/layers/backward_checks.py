@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.core.base.module_tape import is_in_backward
 
 

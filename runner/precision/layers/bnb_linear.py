@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core.base.library_warnings import suppress_warnings
+from runner.core import suppress_warnings
 from runner.precision.conversion import change_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, weight_matrix

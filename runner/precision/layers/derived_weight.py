@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.weight_norm import WeightNorm
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.experts import ExpertLayer
 

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.modules import ConditionalModules
-from runner.core.base.tensors import is_narrow, is_sharded
+from runner.core import ConfigError, module_tree, tensor_facts
 from runner.precision.layers.expert_weight import ExpertWeight, Groups
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
@@ -216,7 +214,7 @@ class Experts(nn.Module):
         """Return what stands for a stacked weight where code reads it."""
         plain = self._parameters.get(stack)
         # FSDP compares the shards that it finds here.
-        return plain if is_sharded(plain) else ExpertWeight(self, stack)
+        return plain if tensor_facts.is_sharded(plain) else ExpertWeight(self, stack)
 
     def layers_of(self, stack: str) -> nn.ModuleList:
         """Return the layers of a stack's experts."""
@@ -324,7 +322,7 @@ def _call(layer: nn.Module, rows: Tensor) -> Tensor:
     flat = rows.reshape(-1, rows.shape[-1])
     # Of no rows one of zeros, for the dtype and the gradients that are zero.
     missing = int(not len(flat))
-    is_half = is_narrow(rows) or torch.is_autocast_enabled("cpu")
+    is_half = tensor_facts.is_narrow(rows) or torch.is_autocast_enabled("cpu")
     # A mode that watches kernels counts the rows of the model.
     if rows.is_cpu and is_half and _get_current_dispatch_mode() is None:
         # oneDNN compiles a kernel in 16 bits for each new number of rows, in the time of twenty
@@ -360,7 +358,7 @@ def convert_experts(
     for stack, transposed in stacks.items():
         weight: Any = module._parameters[stack]
         shapes[stack] = weight.shape
-        layers = ConditionalModules()
+        layers = module_tree.ConditionalModules()
         matrices = expert_matrices(weight.detach(), transposed)
         for expert, matrix in enumerate(matrices if convert is not None else ()):
             layer: Any = linear_of(matrix)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import is_sharded
+from runner.core import ConfigError, tensor_facts
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
@@ -89,7 +88,7 @@ class PackedWeightOwner(nn.Module):
     def weight(self) -> Any:
         """Return the shape and device of the weight, without numbers."""
         # FSDP compares the shards that it finds here.
-        return self.codes if is_sharded(self.codes) else PackedWeight(self)
+        return self.codes if tensor_facts.is_sharded(self.codes) else PackedWeight(self)
 
 
 class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from runner.core.policy.conversion_report import ConversionReport, Fate
+from runner.core import ConversionReport, Fate
 from runner.precision.conversion import (
     ROOT_NAME,
     ConversionRules,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core.base.library_warnings import suppress_warnings
+from runner.core import suppress_warnings
 from runner.precision.emulation.formats import E2M1
 from runner.precision.emulation.quantizers import Nvfp4Quantizer
 

@@ -18,14 +18,18 @@ from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.messages import option_hint
 from runner.config.overrides import as_typed, override_texts, path_exists
 from runner.config.resolve import resolve_spec
-from runner.core.base.accelerator import choose_accelerator
-from runner.core.base.errors import ConfigError, refuse
-from runner.core.base.formatting import first_names, override_key
-from runner.core.base.layout import MANIFEST
+from runner.core import (
+    ConfigError,
+    Precision,
+    RunResult,
+    RunSpec,
+    accelerators,
+    fmt,
+    layout,
+    refuse,
+)
 from runner.core.config.room import spec_problems
-from runner.core.config.schema import PRECISION_ALIASES, RunSpec
-from runner.core.policy.precision import Precision
-from runner.core.run.result import RunResult
+from runner.core.config.schema import PRECISION_ALIASES
 from runner.core.run.run_metadata import config_text
 from runner.precision.registry import (
     PrecisionSupport,
@@ -110,7 +114,7 @@ def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
     """Return the results in a folder or in the command's store, with what each ran with."""
     folder = Path(name)
     if path_exists(name) and folder.is_dir():
-        if (folder / MANIFEST).is_file():
+        if (folder / layout.MANIFEST).is_file():
             return load_from_folder(folder).jobs
         try:
             return [Job(RunResult.read(folder), read_settings=partial(read_settings, folder))]
@@ -183,7 +187,7 @@ def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) 
     ]
     raise ConfigError(
         f"advise.baseline={name} trained with other settings than this command: "
-        f"{first_names(texts, MAX_DIFFERING_KEYS)}. Type the same settings."
+        f"{fmt.first_names(texts, MAX_DIFFERING_KEYS)}. Type the same settings."
     )
 
 
@@ -244,7 +248,9 @@ class AdviseCommand:
         by_key = {o.get_key_element().lstrip("+~"): o for o in overrides}
         extras = {key: o for key, o in by_key.items() if key.startswith("precision.")}
         spec = _baseline_spec(config, extras)
-        device = choose_accelerator(spec.accelerator.name, spec.accelerator.index).device
+        device = accelerators.choose_accelerator(
+            spec.accelerator.name, spec.accelerator.index
+        ).device
         # The folder that --config-dir names.
         sources = config.hydra.runtime.config_sources
         folders = [Path(s.path) for s in sources if s.provider == "command-line"]
@@ -308,7 +314,7 @@ class AdviseCommand:
         """Return whether a precision loses updates and has the key update, which was not typed."""
         precision = self.load_precision(name)
         own = self.request.overrides.get(name, ())
-        is_typed = any(override_key(word) == "precision.update" for word in own)
+        is_typed = any(fmt.override_key(word) == "precision.update" for word in own)
         has_update = "update" in precision_config(name, self.config_dir)
         return precision.loses_updates and has_update and not is_typed
 

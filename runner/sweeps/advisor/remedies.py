@@ -13,9 +13,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from runner.core.config.targets import build_group
-from runner.core.policy.precision import Precision
-from runner.core.run.result import RunResult
+from runner.core import Precision, RunResult, targets
 from runner.diagnostics.numerics import Numerics
 from runner.output.console import plain_console
 from runner.sweeps.advisor.advise_command import AdviseCommand
@@ -133,10 +131,10 @@ class RemedySearch:
         # Only names are needed: on the meta device weights take no memory and no time.
         try:
             with torch.device("meta"):
-                model: nn.Module = build_group("model", node)
+                model: nn.Module = targets.build_group("model", node)
         except (NotImplementedError, RuntimeError):
             # Its constructor reads values of tensors, which the meta device does not have.
-            model = build_group("model", node)
+            model = targets.build_group("model", node)
         tree: dict[str, list[str]] = {}
         for name, module in model.named_modules():
             # A child of the model itself has no dot before its name.

@@ -23,11 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register
-from runner.core.base.errors import ConfigError, RunnerError
-from runner.core.base.formatting import format_duration
-from runner.core.base.tensors import MIB
-from runner.core.record.metric_names import VAL_LOSS
-from runner.core.run.result import RunResult
+from runner.core import VAL_LOSS, ConfigError, RunnerError, RunResult, fmt, tensor_facts
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     free_memory,
@@ -159,7 +155,7 @@ class TrialScheduler:
             with suppress(RunnerError):
                 precision = self.command.load_precision(name)
                 forecast = peak_forecast(spec, precision, device)
-                peak = forecast(batch_size).total / MIB
+                peak = forecast(batch_size).total / tensor_facts.MIB
                 usable = free_memory(device) * USABLE_MEMORY_SHARE
                 largest = largest_fitting_batch(forecast, batch_size, usable)
                 forecasts[name] = {"peak_mib": peak, "largest_batch": largest or 0}
@@ -296,7 +292,7 @@ class TrialScheduler:
         names = self.command.precisions
         seconds = MIN_SEEDS * trial_seconds * len(names)
         if seconds > self.trials.remaining_seconds:
-            time = format_duration(seconds)
+            time = fmt.format_duration(seconds)
             text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
             self.console.print(f"{text}, and advise.budget={self.request.budget}.")
         text = f"{self.request.steps} steps, {self.request.seeds} seeds, {len(names)} precisions"

@@ -7,8 +7,7 @@ from time import perf_counter
 
 from hydra.plugins.launcher import Launcher
 
-from runner.core.base.formatting import now_ms
-from runner.core.run.result import RunResult
+from runner.core import RunResult, fmt
 from runner.sweeps.sweep import Sweep
 from runner.sweeps.sweep_resume import final_result, has_settings
 from runner.tracking.result_table import read_results
@@ -79,7 +78,7 @@ class Trials:
             most: largest number of trials; 0 where it is not known.
         """
         if Sweep.current is not None:
-            end_ms = now_ms() + round(1e3 * self.remaining_seconds)
+            end_ms = fmt.now_ms() + round(1e3 * self.remaining_seconds)
             Sweep.current.update_manifest(max_trials=most, budget_end_ms=end_ms)
 
     def results(self) -> list[RunResult]:

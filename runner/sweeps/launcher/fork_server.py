@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from runner.core.base.stop_signals import SIGNALS, ignore_signals
+from runner.core import stop_signals
 from runner.sweeps.launcher.job_request import STATUS_STRUCT
 
 REQUEST_FD_COUNT = 4
@@ -56,9 +56,11 @@ def run_fork_server(fd: int) -> None:
     Args:
         fd: file descriptor of the socket that requests come through.
     """
-    job_handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    job_handlers: dict[int, Any] = {
+        number: signal.getsignal(number) for number in stop_signals.SIGNALS
+    }
     # The sweep's process decides what a signal means, and forwards it to its jobs.
-    ignore_signals()
+    stop_signals.ignore_signals()
     # Without NVML, asking for CUDA initialises it, and an initialised CUDA fails in forked jobs.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Imports make objects that stay: searching them for garbage takes a tenth of the time.

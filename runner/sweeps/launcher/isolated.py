@@ -19,11 +19,7 @@ from omegaconf import DictConfig
 
 from runner.config.hydra_plugins import register
 from runner.config.overrides import override_texts
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import override_key
-from runner.core.base.layout import RESULT
-from runner.core.base.terminal import one_line
-from runner.core.run.result import RunResult
+from runner.core import ConfigError, RunResult, fmt, layout, terminal
 from runner.output.notebook_log import NotebookLog
 from runner.sweeps.job_result import job_invocation, job_words, record_result
 from runner.sweeps.launcher.job_process import ForkServerClient, JobProcess
@@ -188,7 +184,7 @@ class JobRunner:
         number = int(config.hydra.job.num)
         folder = job_folder(config)
         with job_hydra_config(config):
-            name = one_line(" ".join(job_words()))
+            name = terminal.one_line(" ".join(job_words()))
         prefix = f"[{name}] " if self._jobs_at_once > 1 else ""
         request = JobRequest.from_config(config, self._jobs_at_once)
         journal = JobJournal(folder)
@@ -234,7 +230,7 @@ def _result_version(folder: Path) -> int | None:
     """Return what tells one result.json of a job's folder from the next; None without one."""
     try:
         # The file is never rewritten, but replaced by a new one.
-        return (folder / RESULT).stat().st_mtime_ns
+        return (folder / layout.RESULT).stat().st_mtime_ns
     except FileNotFoundError:
         return None
 
@@ -328,7 +324,7 @@ class IsolatedLauncher(Launcher):
 
 def _seed(overrides: Sequence[str]) -> str:
     """Return the override of a job's seed; empty where the sweep does not vary it."""
-    return next((word for word in overrides if override_key(word) == "seed"), "")
+    return next((word for word in overrides if fmt.override_key(word) == "seed"), "")
 
 
 def begin_launch(config: DictConfig, launched: int, at_once: int) -> None:

@@ -12,7 +12,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from runner.core.base.stop_signals import CommandSignals, Interrupted
+from runner.core import stop_signals
 from runner.sweeps.launcher.job_request import STATUS_STRUCT, JobRequest
 from runner.tracking.writer_process import SweepWriter, use_writer
 
@@ -34,12 +34,12 @@ def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoRet
     status = 1
     try:
         # Signals are handled from here on: only then may the sweep know the process id.
-        with CommandSignals(lambda: True):
+        with stop_signals.CommandSignals(lambda: True):
             _set_up_process(status_pipe, out, err)
             status = _run_request(Connection(request))
             # os._exit below does not call them.
             atexit._run_exitfuncs()
-    except Interrupted as error:
+    except stop_signals.Interrupted as error:
         status = error.exit_status
     except BaseException:
         traceback.print_exc()

@@ -21,7 +21,7 @@ from select import select
 from selectors import EVENT_READ, BaseSelector
 from typing import TextIO
 
-from runner.core.base.stop_signals import signals_blocked
+from runner.core import stop_signals
 from runner.sweeps.launcher.job_request import STATUS_STRUCT, JobRequest
 
 _READ_BYTES = 65536
@@ -43,7 +43,7 @@ class ForkServerClient:
     def __init__(self) -> None:
         self._requests, server_end = socket.socketpair()
         root = str(Path(__file__).resolve().parents[3])
-        with server_end, signals_blocked():
+        with server_end, stop_signals.signals_blocked():
             # Its own session keeps a terminal's Ctrl-C away from it; -P keeps files in the
             # working directory from shadowing what it imports.
             self._process = subprocess.Popen(

@@ -17,7 +17,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from runner.config.overrides import override_texts
-from runner.core.base.formatting import override_key, quote_value
+from runner.core import fmt
 
 STATUS_STRUCT = struct.Struct("i")
 """Written twice to a job's status pipe: the process id, then the status of os.waitpid."""
@@ -87,8 +87,8 @@ def _job_arguments(config: DictConfig) -> list[str]:
     """
     hydra = config.hydra
     overrides = override_texts(hydra.overrides.task) + override_texts(hydra.overrides.hydra)
-    typed = [text for text in overrides if override_key(text) not in _JOB_KEYS]
-    sweep_folder = quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
+    typed = [text for text in overrides if fmt.override_key(text) not in _JOB_KEYS]
+    sweep_folder = fmt.quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
     job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={hydra.job.num}"]
     flags = ["--config-name", str(hydra.job.config_name)]
     for source in hydra.runtime.config_sources:

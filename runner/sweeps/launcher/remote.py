@@ -30,11 +30,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import quote_value
-from runner.core.base.layout import MANIFEST, RESULT
-from runner.core.base.stop_signals import Interrupted
-from runner.core.base.terminal import print_error
+from runner.core import ConfigError, fmt, layout, stop_signals, terminal
 from runner.output.lasting_output import lasting_output
 from runner.sweeps.launcher.isolated import JobRunner, begin_launch, job_return
 from runner.sweeps.launcher.job_process import last_lines
@@ -86,7 +82,7 @@ def prepare_remote(config: DictConfig) -> None:
         }
         config.hydra.sweep.dir = folder
         # Jobs compose their configs in processes that may have been started in another folder.
-        config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quote_value(folder)}")
+        config.hydra.overrides.hydra.append(f"hydra.sweep.dir={fmt.quote_value(folder)}")
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ class RemoteJob:
             return job_return.return_value
         except SystemExit as stop:
             status = int(str(stop.code))
-        if not (folder / RESULT).exists():
+        if not (folder / layout.RESULT).exists():
             from runner.sweeps.job_result import record_result
 
             name = signal.Signals(status - 128).name
@@ -165,7 +161,7 @@ class RemoteJob:
     def _enter_environment(self) -> None:
         """Take over the command's working directory, import path and missing variables."""
         sweep = Path(HydraConfig.get().sweep.dir)
-        unseen = [] if (sweep / MANIFEST).is_file() else [str(sweep)]
+        unseen = [] if (sweep / layout.MANIFEST).is_file() else [str(sweep)]
         if not Path(self.folder).is_dir():
             unseen = [self.folder]
         if unseen:
@@ -317,7 +313,7 @@ class RemoteLauncher(Launcher):
             if hasattr(launcher, "_EXECUTOR"):
                 return _run_submitit_jobs(launcher, overrides, jobs, stop)
             return launcher.launch(overrides, min(jobs))
-        except Interrupted:
+        except stop_signals.Interrupted:
             return ["Stopped at once by a second signal."] * len(jobs)
         except Exception as error:
             # Plugins raise for a failed job as well as for jobs that they do not accept. Where
@@ -394,11 +390,11 @@ def _record_missing_results(
         outcome = outcomes[number]
         folder = job_folder(config)
         completed = isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED
-        while completed and not (folder / RESULT).exists() and time.monotonic() < deadline:
+        while completed and not (folder / layout.RESULT).exists() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         # A job that a stop kept from starting has no result, so that sweep.resume starts it.
         has_not_begun = stopped and not folder.exists()
-        if (folder / RESULT).exists() or has_not_begun:
+        if (folder / layout.RESULT).exists() or has_not_begun:
             continue
         if isinstance(outcome, str):
             reason = outcome
@@ -415,7 +411,7 @@ def _record_missing_results(
             record_result(config, folder, "stopped" if stopped else "failed", reason)
         print_job_line(folder, is_elsewhere=True)
     for reason, numbers in reasons.items():
-        print_error(f"job {', '.join(numbers)}: {reason}")
+        terminal.print_error(f"job {', '.join(numbers)}: {reason}")
 
 
 def _run_submitit_jobs(
@@ -459,7 +455,7 @@ def _run_submitit_jobs(
                 print_job_line(job_folder(configs[number]), place, is_elsewhere=True)
             time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)
         return [_outcome(job) for job in jobs]
-    except Interrupted:
+    except stop_signals.Interrupted:
         _cancel(jobs)
         raise
     finally:

@@ -5,11 +5,10 @@ import time
 from pathlib import Path
 from select import select
 
-from runner.core.base.files import write_text
-from runner.core.base.stop_signals import COALESCE_SECONDS, Interrupted, SignalHandler
+from runner.core import files, stop_signals
 
 
-class StopRequests(SignalHandler):
+class StopRequests(stop_signals.SignalHandler):
     """Context that queues signals for a selector, so that none interrupts the launcher.
 
     The file descriptor of `fileno` becomes readable when a signal comes.
@@ -56,7 +55,7 @@ class StopRequests(SignalHandler):
             self._first_at = now
             # Signals that came together are one request.
             del new[1:]
-        elif self._first_at is not None and now - self._first_at < COALESCE_SECONDS:
+        elif self._first_at is not None and now - self._first_at < stop_signals.COALESCE_SECONDS:
             # A batch system may signal every process, and a process may pass a signal on.
             return []
         elif new and self._second_at is None:
@@ -69,7 +68,7 @@ class StopRequests(SignalHandler):
         return 0.0 if self._second_at is None else time.monotonic() - self._second_at
 
 
-class StopFile(SignalHandler):
+class StopFile(stop_signals.SignalHandler):
     """Context that writes the first signal to a file, for jobs that this process cannot signal.
 
     A second signal raises Interrupted.
@@ -93,6 +92,6 @@ class StopFile(SignalHandler):
         if not self.received_signal:
             self.received_signal = number
             self._first_at = now
-            write_text(self._path, str(number))
-        elif now - self._first_at > COALESCE_SECONDS:
-            raise Interrupted(number)
+            files.write_text(self._path, str(number))
+        elif now - self._first_at > stop_signals.COALESCE_SECONDS:
+            raise stop_signals.Interrupted(number)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from statistics import fmean
 
-from runner.core.base.formatting import format_number
-from runner.core.base.terminal import quote_command
+from runner.core import fmt, terminal
 from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, Text, Tone
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.columns import advice_table
@@ -172,7 +171,7 @@ def _looks_table(gate: GateVerdict) -> Table:
         [
             Cell(str(look.seeds)),
             Cell(f"{request.sign * look.gap:+.3g} ± {look.half_width:.2g}"),
-            Cell(format_number(request.sign * gate.bar)),
+            Cell(fmt.format_number(request.sign * gate.bar)),
             Cell(look.decision, tone=_GATE_TONES[look.decision]),
         ]
         for look in gate.looks
@@ -210,9 +209,9 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
         if verdict.is_emulated:
             # On its own hardware the precision runs without emulation.
             words = [word for word in verdict.command if word != "precision.emulate=true"]
-            emulated.append(quote_command(words))
+            emulated.append(terminal.quote_command(words))
         else:
-            native.append(quote_command(verdict.command))
+            native.append(terminal.quote_command(verdict.command))
     if native:
         yield Heading("What else trains as well")
         yield Commands(native)
@@ -238,9 +237,9 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
             accepted = f"Accepted is a difference of {request.max_gap:g} (advise.max_gap)."
         yield (
             "Baseline",
-            f"{request.baseline} ends at {request.metric} {format_number(ends_at)}; its seeds "
+            f"{request.baseline} ends at {request.metric} {fmt.format_number(ends_at)}; its seeds "
             "differ by a standard deviation of "
-            f"{format_number(advice.baseline_spread)}. {accepted}",
+            f"{fmt.format_number(advice.baseline_spread)}. {accepted}",
         )
     if gate is not None:
         yield (

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.core.base.formatting import grouped
-from runner.core.record.metric_names import VAL_LOSS
-from runner.core.run.result import RunResult
+from runner.core import VAL_LOSS, RunResult, fmt
 from runner.output.markup import LegendEntry
 from runner.output.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 from runner.sweeps.report.sweep_data import Job, SweepData
@@ -344,7 +342,7 @@ class _Charts:
             for job, points in curves:
                 axes.plot(*points, **self.line(job), **marker)
             return
-        by_group = grouped((group_name(job.result), (job, points)) for job, points in curves)
+        by_group = fmt.grouped((group_name(job.result), (job, points)) for job, points in curves)
         for of_group in by_group.values():
             line = self.line(of_group[0][0])
             steps = reduce(np.intersect1d, (own for _, (own, _) in of_group))

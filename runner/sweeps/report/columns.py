@@ -14,9 +14,7 @@ from typing import Any
 
 from rich.table import Table as TerminalTable
 
-from runner.core.base.formatting import format_number, format_percent
-from runner.core.record.metric_names import VAL_LOSS
-from runner.core.run.result import RunResult
+from runner.core import VAL_LOSS, RunResult, fmt
 from runner.diagnostics.memory.forecast import MAX_FORECAST_BATCH_SIZE
 from runner.output.markup import Cell, Table, Tone, terminal_table
 from runner.sweeps.report.wording import (
@@ -129,7 +127,7 @@ def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
     if c.is_baseline and not c.group.is_evaluation:
         return Cell("baseline", "quiet")
     if c.trains_less:
-        return Cell(f"trains {format_percent(c.group.trained_share)}", "quiet", "not compared")
+        return Cell(f"trains {fmt.format_percent(c.group.trained_share)}", "quiet", "not compared")
     if c.difference is None:
         return Cell("")
     verdict, numbers = difference_words(c.difference)
@@ -192,7 +190,7 @@ def _matrix_work(group: Group) -> str:
 
 
 def _mib(value: float | None) -> str:
-    return "" if value is None else f"{format_number(value)} MiB"
+    return "" if value is None else f"{fmt.format_number(value)} MiB"
 
 
 Value = Cell | Spread | str | float | None
@@ -306,7 +304,8 @@ COLUMNS = (
         is_shown=lambda facts: len({job.optimizer_mib or None for job in facts.jobs} - {None}) > 1,
     ),
     Column(
-        "trains", job=lambda job, _: "" if job.trains in (None, 1.0) else format_percent(job.trains)
+        "trains",
+        job=lambda job, _: "" if job.trains in (None, 1.0) else fmt.format_percent(job.trains),
     ),
     Column(
         "peak",
@@ -411,10 +410,10 @@ def _cell(value: Value) -> Cell:
     if isinstance(value, Cell):
         return value
     if isinstance(value, Spread):
-        low = format_number(value.low)
-        high = format_number(value.high)
+        low = fmt.format_number(value.low)
+        high = fmt.format_number(value.high)
         return Cell(low if low == high else f"{low} to {high}")
-    return Cell(value if isinstance(value, str) else format_number(value))
+    return Cell(value if isinstance(value, str) else fmt.format_number(value))
 
 
 def sweep_table(results: Sequence[RunResult], width: int) -> TerminalTable:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from runner.core.base.formatting import format_duration, format_number, format_percent, grouped
+from runner.core import fmt
 from runner.sweeps.report.settings_grid import best_group, settings_sentence
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
@@ -65,7 +65,7 @@ def device_answers(comparisons: Sequence[Comparison]) -> dict[str, DeviceAnswer]
     Args:
         comparisons: see SweepData.compared.
     """
-    by_device = grouped((c.group.device, c) for c in comparisons if c.group.quality)
+    by_device = fmt.grouped((c.group.device, c) for c in comparisons if c.group.quality)
     return {
         device: _device_answer(ended, [c for c in comparisons if c.group.device == device])
         for device, ended in by_device.items()
@@ -117,7 +117,7 @@ def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") 
 def frozen_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return which groups train few of their weights and are not compared; empty without any."""
     shares = {c.group.name: c.group.trained_share for c in comparisons if c.trains_less}
-    texts = join_names(f"{name} {format_percent(share)}" for name, share in shares.items())
+    texts = join_names(f"{name} {fmt.format_percent(share)}" for name, share in shares.items())
     start = f"Not compared, for few of the weights train and the rest is frozen: {texts}"
     return f"{start}." if shares else ""
 
@@ -183,7 +183,7 @@ def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
         words = difference_words(other.difference)
         verdict = ", ".join(filter(None, words)) if other.is_judged else words[1]
         # Without its standard deviation: the difference has another ±, an interval.
-        mean = format_number(other.group.quality.mean)
+        mean = fmt.format_number(other.group.quality.mean)
         parts.append(f"{other.group.name} {mean} ({verdict})")
     quality = others[0].group.metric
     against = f" {quality} against {BASELINE}: {join_names(parts)}." if parts else ""
@@ -218,14 +218,14 @@ def _group_facts(group: Group) -> str:
     if group.quality.n > 1:
         facts += f" ({group.quality.n} seeds)"
     if group.speed:
-        facts += f", {format_number(group.speed.mean)} examples/s"
+        facts += f", {fmt.format_number(group.speed.mean)} examples/s"
     return facts
 
 
 def _evaluation_sentence(groups: Sequence[Group]) -> str:
     """Return a sentence for each checkpoint and other setting, or the best group if many."""
     evaluated = [group for group in groups if group.change]
-    by_checkpoint = grouped((shared_settings(group.settings), group) for group in evaluated)
+    by_checkpoint = fmt.grouped((shared_settings(group.settings), group) for group in evaluated)
     if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
         best = best_group(groups)
         return f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
@@ -245,7 +245,7 @@ def _checkpoint_sentence(groups: Sequence[Group]) -> str:
     changes = dict.fromkeys([_change_words(lightest), _change_words(nearest)])
     trained_quality = ""
     if first.quality and first.change:
-        trained_quality = format_number(first.quality.mean - first.change.mean)
+        trained_quality = fmt.format_number(first.quality.mean - first.change.mean)
     quality = first.metric
     return f"{quality} was {trained_quality} as trained in {trained_in}: {'; '.join(changes)}."
 
@@ -254,7 +254,7 @@ def _change_words(group: Group) -> str:
     assert group.change is not None
     weights = ""
     if group.weights_mib:
-        weights = f" ({format_number(group.weights_mib.mean)} MiB of weights)"
+        weights = f" ({fmt.format_number(group.weights_mib.mean)} MiB of weights)"
     return f"{group.name}{weights} changes it by {group.change.mean:+.3g}"
 
 
@@ -333,7 +333,7 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> DeviceAnswer
         return DeviceAnswer(f"{start} where nothing is learned nothing can be judged.")
     if rival.has_stalled:
         words = (f"precision={BASELINE},{group.precision}", "precision.update=kahan")
-        share = format_percent(group.stagnant_share)
+        share = fmt.format_percent(group.stagnant_share)
         text = f"{start} the last step moved none of {share} of its weights."
         return DeviceAnswer(text, words, "to keep such updates")
     difference = rival.difference
@@ -357,7 +357,7 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> DeviceAnswer
             f"{text} At this difference {MAX_SEEDS} seeds would not show that it is not."
         )
     seconds = sum(fmean(job.seconds for job in other.group.jobs) for other in ended)
-    added = format_duration(seconds * (count - difference.n))
+    added = fmt.format_duration(seconds * (count - difference.n))
     text = f"{text} About {count} seeds would decide, {added} more."
     return DeviceAnswer(text, _more_seeds(ended, count - difference.n))
 

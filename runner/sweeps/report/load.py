@@ -15,13 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core.base.files import read_text, write_json
-from runner.core.base.formatting import shorten_override
-from runner.core.base.layout import CONFIG, ENVIRONMENT, RESULT, ROUTERS
-from runner.core.base.secrets import redact
-from runner.core.base.terminal import quote_command
+from runner.core import RunResult, files, fmt, layout, secrets, terminal
 from runner.core.config.annotations import dataclass_fields_from_json
-from runner.core.run.result import RunResult, Status
+from runner.core.run.result import Status
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.advise_request import AdviseRequest
@@ -65,10 +61,10 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
         curves = history.from_folder(job_folder)
         text = ""
         with suppress(OSError, ValueError):
-            text = read_text(job_folder / ROUTERS)
+            text = files.read_text(job_folder / layout.ROUTERS)
         settings = partial(read_settings, job_folder)
         jobs.append(Job(result, curves, settings, _router_choices(text)))
-    commands = [quote_command(manifest.command)]
+    commands = [terminal.quote_command(manifest.command)]
     lists = [text.partition("=")[2] for text in manifest.overrides if text.startswith("precision=")]
     return SweepData(
         jobs,
@@ -113,7 +109,7 @@ def write_job_facts(folder: Path, data: SweepData, began_ms: int) -> Path:
         asdict(data.request) if data.request else {},
         [asdict(job.result) for job in data.jobs],
     )
-    return write_json(folder / f"jobs-{began_ms}.json", asdict(facts))
+    return files.write_json(folder / f"jobs-{began_ms}.json", asdict(facts))
 
 
 def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
@@ -149,7 +145,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
             # The exact history that the run stored, else the store's own points.
             curves = reader.history(run.run_id, _CURVE_METRICS)
             has_routers = any(name.startswith("experts/") for name in run.metrics)
-            text = has_routers and reader.artifact_or_notice(run.run_id, ROUTERS)
+            text = has_routers and reader.artifact_or_notice(run.run_id, layout.ROUTERS)
             settings_reader = partial(stored_settings, reader, run)
             job = Job(result, curves, settings_reader, _router_choices(text or ""))
         jobs.append(job)
@@ -196,7 +192,7 @@ def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
     for result in results:
         if result.overrides:
             distinct = _compared_overrides(result) - common
-            own = sorted(map(shorten_override, distinct))
+            own = sorted(map(fmt.shorten_override, distinct))
             group = " ".join([result.precision, *own])
             seed = f" seed={result.seed}" if has_seeds and result.seed is not None else ""
             result = replace(result, settings=own, group=group, label=f"{group}{seed}")
@@ -223,11 +219,11 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
     location: dict[str, Any] = {
         "run_id": run.run_id,
         "experiment_id": run.experiment_id,
-        "tracking_uri": redact(reader.uri),
+        "tracking_uri": secrets.redact(reader.uri),
     }
     # A damaged result is as good as none.
     with suppress(ValueError):
-        data = reader.artifact_or_notice(run.run_id, RESULT)
+        data = reader.artifact_or_notice(run.run_id, layout.RESULT)
         if data:
             return replace(RunResult.from_json(json.loads(data)), **location)
     values: dict[str, Any] = {"folder": "", "precision": ""}
@@ -268,11 +264,11 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
 def read_settings(folder: Path) -> JobSettings:
     """Return the settings of a run from its folder."""
     texts = []
-    for name in (CONFIG, ENVIRONMENT):
+    for name in (layout.CONFIG, layout.ENVIRONMENT):
         text = ""
         # A file that is missing or cannot be read says nothing.
         with suppress(OSError, ValueError):
-            text = read_text(folder / name)
+            text = files.read_text(folder / name)
         texts.append(text)
     return JobSettings.of_texts(*texts)
 
@@ -283,5 +279,8 @@ def stored_settings(reader: "Reader", run: "StoredRun") -> JobSettings:
     Raises:
         TrackingError: the store does not answer.
     """
-    data = [reader.artifact_or_notice(run.run_id, name) or b"" for name in (CONFIG, ENVIRONMENT)]
+    data = [
+        reader.artifact_or_notice(run.run_id, name) or b""
+        for name in (layout.CONFIG, layout.ENVIRONMENT)
+    ]
     return JobSettings.of_texts(*(content.decode(errors="replace") for content in data))

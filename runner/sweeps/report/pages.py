@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.config.resolve import omitted_key_messages
-from runner.core.base.files import prepare_output, write_text
-from runner.core.base.formatting import format_number, format_percent, grouped
-from runner.core.base.secrets import redact_values
-from runner.core.run.result import RunResult
+from runner.core import RunResult, files, fmt, secrets
 from runner.output.markup import (
     Block,
     Cell,
@@ -121,12 +118,12 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
 
     # Markdown cannot hold the charts: they are in report.png.
     paths = [
-        write_text(folder / "report.md", to_markdown(title, [*answer, *details])),
-        write_text(folder / "report.html", to_html(title, [*answer, *charts, *details])),
+        files.write_text(folder / "report.md", to_markdown(title, [*answer, *details])),
+        files.write_text(folder / "report.html", to_html(title, [*answer, *charts, *details])),
     ]
     figure = overview_figure(data)
     if figure is not None:
-        picture_path = prepare_output(folder / "report.png")
+        picture_path = files.prepare_output(folder / "report.png")
         figure.savefig(picture_path, dpi=110)
         paths.append(picture_path)
     record = data.answer.record
@@ -252,7 +249,7 @@ def _detail_blocks(data: SweepData) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
     groups = [comparison.group for comparison in data.compared]
     failed = [job for job in data.jobs if job.result.outcome != "finished"]
-    labels_by_reason = grouped((_failure_reason(job), job_name(job.result)) for job in failed)
+    labels_by_reason = fmt.grouped((_failure_reason(job), job_name(job.result)) for job in failed)
     if labels_by_reason:
         failures = labels_by_reason.items()
         yield Heading("Without a result")
@@ -263,7 +260,7 @@ def _detail_blocks(data: SweepData) -> Iterator[Block]:
         rows = [
             [
                 Cell(name),
-                *(Cell(format_percent(row[layer]) if layer in row else "") for layer in layers),
+                *(Cell(fmt.format_percent(row[layer]) if layer in row else "") for layer in layers),
             ]
             for name, row in data.router_flips.items()
         ]
@@ -291,7 +288,9 @@ def _failure_reason(job: Job) -> str:
         return f"{words}: {result.error}"
     if result.outcome != "diverged":
         return words
-    metrics = ", ".join(f"{name} {format_number(value)}" for name, value in result.metrics.items())
+    metrics = ", ".join(
+        f"{name} {fmt.format_number(value)}" for name, value in result.metrics.items()
+    )
     curve = job.curves.get("train/loss")
     if curve is not None and curve.shape[-1]:
         for step, loss in zip(*curve_points(curve), strict=True):
@@ -395,7 +394,7 @@ def write_rows(
         OSError: the folder cannot be written to.
     """
     columns = table_columns(results)
-    rows = redact_values(table_rows(results))
+    rows = secrets.redact_values(table_rows(results))
     text = io.StringIO()
     # "\n": csv's own "\r\n" would become "\r\r\n" where the platform writes line ends of two.
     writer = csv.DictWriter(text, [*columns], lineterminator="\n")
@@ -405,8 +404,8 @@ def write_rows(
     content = {"version": SCHEMA_VERSION, "columns": columns, "rows": plain, "answer": answer}
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
-        write_text(folder / "report.csv", text.getvalue()),
-        write_text(folder / "report.json", json_text),
+        files.write_text(folder / "report.csv", text.getvalue()),
+        files.write_text(folder / "report.json", json_text),
     ]
 
 

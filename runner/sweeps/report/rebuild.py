@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING
 
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import os_error_reason
-from runner.core.base.secrets import redact
-from runner.core.base.terminal import sanitize
+from runner.core import ConfigError, files, secrets, terminal
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
 from runner.sweeps.report.pages import summary_markdown, write_report
@@ -82,10 +79,11 @@ def rebuild_report(argv: Sequence[str]) -> int:
             paths = _report_one(next(iter(arguments.words), None), arguments.values, out)
     except OSError as error:
         raise ConfigError(
-            f"The report cannot be written: {error.filename or out}: {os_error_reason(error)}. "
+            f"The report cannot be written: {error.filename or out}: "
+            f"{files.os_error_reason(error)}. "
             "Type --out <folder> with a folder that takes files."
         ) from error
-    print(sanitize(paths[0].read_text()))
+    print(terminal.sanitize(paths[0].read_text()))
     print("\n".join(str(path) for path in paths))
     return 0
 
@@ -105,7 +103,8 @@ def _report_one(sweep: str | None, typed: Mapping[str, str], out: str | None) ->
         newest = Reader(uri).newest_sweep(name)
         if newest is None:
             raise ConfigError(
-                f"There is no sweep in the experiment {name!r} of {redact(uri)}. Type report "
+                f"There is no sweep in the experiment {name!r} of {secrets.redact(uri)}. Type "
+                "report "
                 "<sweep folder or parent run id>."
             )
         sweep = newest.run_id
@@ -202,7 +201,8 @@ def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
     if database and not database.exists():
         missing = f"{sweep} is no sweep here" if sweep else "There is no sweep in outputs/sweeps"
         raise ConfigError(
-            f"{missing}, and nothing was logged to {redact(uri)} yet. Type report <sweep folder>, "
+            f"{missing}, and nothing was logged to {secrets.redact(uri)} yet. Type report "
+            "<sweep folder>, "
             "or tracking.uri=... for another store."
         )
     return uri
@@ -227,7 +227,7 @@ def find_parent_run(reader: "Reader", name: str) -> "StoredRun":
     if parent is None:
         raise ConfigError(
             f"{name} is no sweep: neither a sweep's folder here, nor a parent run or a sweep id "
-            f"in {redact(reader.uri)}. Type report <sweep folder or parent run id>, and "
+            f"in {secrets.redact(reader.uri)}. Type report <sweep folder or parent run id>, and "
             "tracking.uri=... for another store."
         )
     return parent

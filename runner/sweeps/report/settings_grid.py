@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from runner.core.base.formatting import grouped
+from runner.core import fmt
 from runner.output.markup import Block, Cell, Heading, Items, Table, Text
 from runner.sweeps.report.wording import (
     format_mean_sd,
@@ -158,7 +158,7 @@ def _counts(
     named: Sequence[Verdict | None] = (),
 ) -> Iterator[str]:
     """Yield each word with the number of settings that it holds for, the most frequent first."""
-    settings_by_word = grouped((word_of(each), setting) for setting, each in row.items())
+    settings_by_word = fmt.grouped((word_of(each), setting) for setting, each in row.items())
     settings_by_word.pop("", None)
     for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
         text = f"{word} in {len(settings)} of {len(row)} settings"
@@ -203,7 +203,7 @@ def _best_sentence(groups: Sequence[Group]) -> str:
     best = best_group(groups)
     sentence = f"Best {best.metric}: {best.name} with {format_mean_sd(best.quality)}"
     rest = [group for group in groups if group.precision != best.precision]
-    by_precision = grouped((group.precision, group) for group in rest)
+    by_precision = fmt.grouped((group.precision, group) for group in rest)
     others = [best_group(of_precision) for of_precision in by_precision.values()]
     if others:
         names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)

@@ -14,14 +14,9 @@ from typing import Any
 import yaml
 
 from runner.config.given_objects import given_keys
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import MAX_CONFIG_BYTES, check_values
-from runner.core.base.formatting import format_percent, override_key
-from runner.core.base.layout import GIT_KEYS
-from runner.core.base.secrets import redact
-from runner.core.base.terminal import quote_command
+from runner.core import ConfigError, RunResult, files, fmt, layout, secrets, terminal
 from runner.core.config.schema import leaves
-from runner.core.run.result import UNTRIED, RunResult
+from runner.core.run.result import UNTRIED
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.advice_page import advice_answer
 from runner.sweeps.report.conclusion import (
@@ -63,7 +58,7 @@ from runner.tracking.result_table import shared_settings
 
 MIN_LEARNING_STEPS = 20
 """Recorded losses of a job from which on they say whether it has learned."""
-_MACHINE_FACTS = ("python", "platform", "cuda", "threads", *GIT_KEYS)
+_MACHINE_FACTS = ("python", "platform", "cuda", "threads", *layout.GIT_KEYS)
 
 
 @dataclass(frozen=True)
@@ -239,7 +234,8 @@ class SweepData:
         words = [*answer.words]
         if self._can_resume_with(words):
             words = [f"{RESUME_KEY}={os.path.relpath(self.folder)}", *words]
-        return f"{answer.text} Type {' '.join(filter(None, [quote_command(words), answer.aim]))}."
+        command = terminal.quote_command(words)
+        return f"{answer.text} Type {' '.join(filter(None, [command, answer.aim]))}."
 
     def _next_command(self, answer: DeviceAnswer) -> Command | None:
         """Return the sweep's own command with the words that an answer asks for."""
@@ -250,7 +246,7 @@ class SweepData:
         if words[:3] != RUNNER_COMMAND or given_keys() or not typed:
             return None
         # A sweep is a new one, and gets a folder of its own.
-        dropped = [f"{override_key(word)}=" for word in typed] + ["hydra.sweep.dir="]
+        dropped = [f"{fmt.override_key(word)}=" for word in typed] + ["hydra.sweep.dir="]
         if answer.pick is not None:
             chosen = [result for result in self.results if typed[0] in result.overrides]
             left_out = chosen[0].left_out if chosen else ()
@@ -272,7 +268,7 @@ class SweepData:
         command = self._command_words()
         if not self.folder or command[:3] not in ([], RUNNER_COMMAND):
             return False
-        keys = {override_key(word) for word in words}
+        keys = {fmt.override_key(word) for word in words}
         return keys == {"advise.max_gap"} or (keys == {"seed"} and not fixing_word(command))
 
     def _record(self) -> AnswerRecord:
@@ -383,7 +379,7 @@ class SweepData:
     def _flips_sentence(self) -> str:
         """Return how many tokens routers sent to other experts; empty without routers."""
         flips = {name: fmean(layers.values()) for name, layers in self.router_flips.items()}
-        texts = join_names(f"{name} {format_percent(share)}" for name, share in flips.items())
+        texts = join_names(f"{name} {fmt.format_percent(share)}" for name, share in flips.items())
         start = f"Tokens with other experts than in {BASELINE}, in the first step"
         return f"{start}: {texts}." if flips else ""
 
@@ -412,7 +408,7 @@ class SweepData:
 
 def _metric_name(name: str) -> str:
     """Return a group's name as MLflow takes it, which allows no equals sign."""
-    return redact(name).replace("=", ":")
+    return secrets.redact(name).replace("=", ":")
 
 
 def flat_config(text: str) -> dict[str, str]:
@@ -420,7 +416,7 @@ def flat_config(text: str) -> dict[str, str]:
     content = None
     with suppress(yaml.YAMLError, RecursionError, ConfigError):
         # Every value as it is written: "1e-3" is no number for YAML, and None has no name there.
-        content = check_values(yaml.load(text[:MAX_CONFIG_BYTES], yaml.BaseLoader))
+        content = files.check_values(yaml.load(text[: files.MAX_CONFIG_BYTES], yaml.BaseLoader))
     if not isinstance(content, dict):
         return {}
     return {key: _value_text(value) for key, value in leaves(content)}

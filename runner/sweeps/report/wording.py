@@ -3,9 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from runner.core.base.formatting import first_names, format_number, grouped
-from runner.core.record.metric_names import VAL_LOSS
-from runner.core.run.result import RunResult
+from runner.core import VAL_LOSS, RunResult, fmt
 from runner.output.markup import Tone
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
@@ -50,7 +48,7 @@ def format_mean_sd(spread: Spread | None) -> str:
     if spread is None:
         return ""
     if not spread.sd:
-        mean = format_number(spread.mean)
+        mean = fmt.format_number(spread.mean)
         return f"{mean} ± 0" if spread.n > 1 else mean
     return format_interval(spread.mean, spread.sd)
 
@@ -87,7 +85,7 @@ def format_range(ratio: Ratio | None) -> str:
 
 def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
     """Return the first names, and how many more there are."""
-    return first_names([*names], limit)
+    return fmt.first_names([*names], limit)
 
 
 def capitalised_sentence(text: str) -> str:
@@ -213,13 +211,13 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
             return ""
         seeds = "one seed"
         if spread.sd is not None:
-            seeds = f"seeds differ by {format_number(spread.sd)}"
-        return f"{request.noun} {format_number(spread.mean)}, {seeds}"
+            seeds = f"seeds differ by {fmt.format_number(spread.sd)}"
+        return f"{request.noun} {fmt.format_number(spread.mean)}, {seeds}"
     if test.n < MIN_SEEDS:
         gap = f"{request.sign * test.value:+.2g}"
         return f"{request.noun} {gap} over {test.n} of {MIN_SEEDS} seeds that a verdict needs"
     interval = format_interval(request.sign * test.value, test.ci_half_width, "+")
-    return f"{request.noun} {interval}, tolerated {format_number(test.margin)}, {test.n} seeds"
+    return f"{request.noun} {interval}, tolerated {fmt.format_number(test.margin)}, {test.n} seeds"
 
 
 def health_words(verdict: PrecisionVerdict) -> str:
@@ -231,7 +229,7 @@ def health_words(verdict: PrecisionVerdict) -> str:
     if skipped:
         parts.append(f"{skipped / max(steps, 1):.1%} of steps overflowed")
     if group.loss_scale:
-        parts.append(f"loss scale {format_number(group.loss_scale.low)} at the end")
+        parts.append(f"loss scale {fmt.format_number(group.loss_scale.low)} at the end")
     if group.stagnant_share >= MIN_STAGNANT_SHARE:
         parts.append(f"{group.stagnant_share:.0%} of the weights did not move")
     return "; ".join(parts)
@@ -263,5 +261,5 @@ def cast_note(results: Iterable[RunResult]) -> str:
 
 def _with_precisions(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Return each text of pairs with a precision once, after its precisions."""
-    named = grouped(pairs).items()
+    named = fmt.grouped(pairs).items()
     return [f"{', '.join(dict.fromkeys(precisions))}: {text}" for text, precisions in named]

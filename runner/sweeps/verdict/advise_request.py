@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.core.base.files import read_json, write_json
-from runner.core.base.layout import ADVICE
+from runner.core import VAL_LOSS, files, layout
 from runner.core.config.annotations import dataclass_fields_from_json
-from runner.core.record.metric_names import VAL_LOSS
 from runner.sweeps.verdict.compare import BASELINE
 from runner.sweeps.verdict.statistics import Tolerance
 
@@ -131,7 +129,7 @@ class AdviseRequest:
         """Return the settings in a sweep's folder, None for a sweep of another mode."""
         # A report of a sweep is made even where its advise.json is damaged.
         with suppress(OSError, ValueError):
-            return cls.from_json(read_json(folder / ADVICE))
+            return cls.from_json(files.read_json(folder / layout.ADVICE))
         return None
 
     def write(self, folder: Path) -> None:
@@ -140,4 +138,4 @@ class AdviseRequest:
         Raises:
             OSError: the file cannot be written.
         """
-        write_json(folder / ADVICE, asdict(self))
+        files.write_json(folder / layout.ADVICE, asdict(self))

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Literal
 
-from runner.core.base.formatting import grouped
-from runner.core.record.metric_names import VAL_LOSS
-from runner.core.run.result import RunResult
+from runner.core import VAL_LOSS, RunResult, fmt
 from runner.sweeps.other_programs import BUSY_SHARE
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
@@ -159,7 +157,7 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
         name = group_name(result)
         device = result.device or device_by_name.get(name, only_device)
         keyed.append(((name, device), result))
-    return [_group(*key, jobs, results) for key, jobs in grouped(keyed).items()]
+    return [_group(*key, jobs, results) for key, jobs in fmt.grouped(keyed).items()]
 
 
 def job_name(result: RunResult) -> str:
@@ -313,7 +311,7 @@ def compare_with_baselines(
     counts = [len(qualities_by_seed(comparison.group)) for comparison in tested]
     family_size = sum(count >= MIN_SEEDS for count in counts)
     differences: dict[int, Difference] = {}
-    for of_baseline in grouped((id(each.baseline), each) for each in tested).values():
+    for of_baseline in fmt.grouped((id(each.baseline), each) for each in tested).values():
         baseline = of_baseline[0].baseline
         assert baseline is not None
         qualities = [qualities_by_seed(each.group) for each in of_baseline]

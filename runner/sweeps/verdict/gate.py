@@ -15,9 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from runner.core.base.files import write_json
-from runner.core.base.formatting import format_number, format_percent
-from runner.core.base.layout import VERDICT
+from runner.core import files, fmt, layout
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, MeanDifference, Verdict
@@ -198,7 +196,7 @@ class GateVerdict:
         Raises:
             OSError: the file cannot be written.
         """
-        return write_json(folder / VERDICT, self.to_json())
+        return files.write_json(folder / layout.VERDICT, self.to_json())
 
 
 def gate_verdict(advice: Advice) -> GateVerdict | None:
@@ -241,11 +239,11 @@ def _decide(
         return "undecided", f"{have} of the {MIN_SEEDS} seeds that a decision needs were trained"
     last = looks[-1]
     if precision.rating is Verdict.STALLED and last.decision == "accepted":
-        share = format_percent(precision.group.stagnant_share)
+        share = fmt.format_percent(precision.group.stagnant_share)
         return "undecided", f"the last step moved none of {share} of its weights"
     gap = f"{request.sign * last.gap:+.3g} ± {last.half_width:.2g}"
     where = {"accepted": "within", "rejected": "beyond", "undecided": "neither side of"}
-    accepted = format_number(request.sign * (sure_bar if last.decision == "accepted" else bar))
+    accepted = fmt.format_number(request.sign * (sure_bar if last.decision == "accepted" else bar))
     reason = (
         f"its {request.noun} differs by {gap} from that of {request.baseline} over "
         f"{last.seeds} seeds, {where[last.decision]} the bar of {accepted}"

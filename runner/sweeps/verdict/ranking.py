@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from runner.core.run.result import RunResult
+from runner.core import RunResult
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import (
     MAX_STALLED_SHARE,

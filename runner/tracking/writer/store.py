@@ -28,9 +28,7 @@ from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils import validation
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-from runner.core.base.files import open_output
-from runner.core.base.formatting import grouped
-from runner.core.base.secrets import redact
+from runner.core import files, fmt, secrets
 from runner.core.record.metric_names import numbered
 from runner.tracking import dashboard
 from runner.tracking.upload_state import RefusedError, UnreachableError
@@ -89,10 +87,10 @@ def classify_errors() -> Iterator[None]:
     except MlflowException as error:
         of_store = error.error_code in STORE_CODES or _is_permanent(error)
         if of_store or error.error_code in REFUSAL_CODES:
-            raise RefusedError(redact(str(error)), of_store) from error
+            raise RefusedError(secrets.redact(str(error)), of_store) from error
         # A server whose storage of artifacts fails answers 500.
         is_doubtful = error.error_code in ("BAD_REQUEST", "INTERNAL_ERROR")
-        raise UnreachableError(redact(str(error)), is_doubtful) from error
+        raise UnreachableError(secrets.redact(str(error)), is_doubtful) from error
     except ImportError as error:
         raise RefusedError(
             f"a package is missing for it: {error}. Install it, or name the driver that you have "
@@ -101,7 +99,7 @@ def classify_errors() -> Iterator[None]:
     except Exception as error:
         # Connection errors of many libraries, and bugs: doubtful, so that a batch that always
         # fails is skipped in the end.
-        text = redact(f"{type(error).__name__}: {error}")
+        text = secrets.redact(f"{type(error).__name__}: {error}")
         if _is_permanent(error):
             raise RefusedError(text, of_store=True) from error
         raise UnreachableError(text, doubtful=True) from error
@@ -208,7 +206,7 @@ class Store:
             return experiment.experiment_id
 
     def _restore_command(self, experiment: Any) -> str:
-        uri = redact(self.uri)
+        uri = secrets.redact(self.uri)
         return (
             f"MLFLOW_TRACKING_URI={uri} mlflow experiments restore "
             f"--experiment-id {experiment.experiment_id}"
@@ -244,7 +242,7 @@ class Store:
             context = resolve_tags(ignore=_WRITER_CONTEXTS)
             context_tags = {str(key): str(value) for key, value in context.items()}
             legal = {tag.key: tag.value for tag in _run_tags({**context_tags, **tags})}
-            name = redact(name) if name else None
+            name = secrets.redact(name) if name else None
             run = self._client.create_run(experiment_id, time_ms, legal, run_name=name)
             _require(bool(run.info.run_id) and run.info.experiment_id == experiment_id)
         return run.info.run_id
@@ -298,7 +296,7 @@ class Store:
             known: names that the run has; MLflow refuses to change their values.
         """
         params = [
-            Param(key, truncate(redact(text), validation.MAX_PARAM_VAL_LENGTH))
+            Param(key, truncate(secrets.redact(text), validation.MAX_PARAM_VAL_LENGTH))
             for key, text in distinct_names(values).items()
             if key not in known
         ]
@@ -346,7 +344,7 @@ class Store:
         """
         # With debug.overfit the same data set is used for both, and MLflow stores one input with
         # one tag for it.
-        uses = grouped(((dataset["name"], dataset["digest"]), dataset) for dataset in datasets)
+        uses = fmt.grouped(((dataset["name"], dataset["digest"]), dataset) for dataset in datasets)
         inputs = []
         for (name, digest), same in uses.items():
             dataset = Dataset(
@@ -398,7 +396,7 @@ class Store:
             return None
         if path is None and not self._dashboard_notice_given:
             self._dashboard_notice_given = True
-            self.notices.append(f"There is no dashboard: {redact(reason)}")
+            self.notices.append(f"There is no dashboard: {secrets.redact(reason)}")
         return path
 
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
@@ -410,7 +408,10 @@ class Store:
 
 def _run_tags(values: Mapping[str, str]) -> list[RunTag]:
     limit = validation.MAX_TAG_VAL_LENGTH
-    return [RunTag(legal_name(key), truncate(redact(text), limit)) for key, text in values.items()]
+    return [
+        RunTag(legal_name(key), truncate(secrets.redact(text), limit))
+        for key, text in values.items()
+    ]
 
 
 @lru_cache(maxsize=10_000)
@@ -469,7 +470,7 @@ def _creation_lock(database: Path | None) -> Iterator[None]:
         return
     try:
         database.parent.mkdir(parents=True, exist_ok=True)
-        lock = open_output(database.with_name(database.name + ".lock"), os.O_WRONLY)
+        lock = files.open_output(database.with_name(database.name + ".lock"), os.O_WRONLY)
     except OSError as error:
         raise RefusedError(f"{database.parent} cannot be written: {error.strerror}") from error
     with os.fdopen(lock, "wb"):

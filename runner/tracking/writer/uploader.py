@@ -15,10 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.core.base.files import link_out_of
-from runner.core.base.layout import HISTORY
-from runner.core.base.secrets import redact
-from runner.core.record import journal as journals
+from runner.core import files, journals, layout, secrets
 from runner.tracking import history
 from runner.tracking.dashboard import SweepView
 from runner.tracking.pending import journal_store
@@ -304,7 +301,8 @@ class JournalUploader:
         # The store of this journal is the user's; that of an earlier one may be a stranger's.
         store = journal_store(before)
         if store and store.uri != start["uri"] and not store.is_users:
-            text = f"{before} names {redact(store.uri)}, which is not signed with this user's key"
+            uri = secrets.redact(store.uri)
+            text = f"{before} names {uri}, which is not signed with this user's key"
             raise RefusedError(text, of_store=True)
         earlier = JournalUploader(before, self._stores)
         try:
@@ -350,7 +348,7 @@ class JournalUploader:
             if not names.get(sweep_id):
                 with suppress(RefusedError, UnreachableError):
                     names[sweep_id] = store.run_name(parent)
-            name = redact(names.get(sweep_id) or f"sweep {sweep_id}")
+            name = secrets.redact(names.get(sweep_id) or f"sweep {sweep_id}")
             swept = str(self._start.get("tags", {}).get("swept", ""))
             view = SweepView(sweep_id, parent, name, tuple(swept.split()))
         path = store.dashboard(experiment, metrics, view)
@@ -410,7 +408,7 @@ class JournalUploader:
             scales = [name for name in curves if name.startswith("loss_scale/")]
             constant = {name for name in scales if np.ptp(curves[name][2]) == 0}
             self._ensure_dashboard(curves.keys() - constant)
-            self._history = history.write_history(self.journal.with_name(HISTORY), curves)
+            self._history = history.write_history(self.journal.with_name(layout.HISTORY), curves)
         self._send_file(self._history)
 
     def _run_store(self) -> Store:
@@ -432,6 +430,6 @@ def artifact_file(journal: Path, name: str) -> Path:
     run_folder = journal.parent.resolve()
     # A journal may come from anybody, and must not have other files of the user's uploaded. Each
     # file of a folder is checked, because any of them may be a link.
-    if link_out_of(run_folder, path):
+    if files.link_out_of(run_folder, path):
         raise RefusedError(f"{path} is not in the run's folder, {run_folder}")
     return path

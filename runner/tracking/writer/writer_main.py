@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.core.base.stop_signals import ignore_signals
-from runner.core.record.journal import has_end
+from runner.core import journals, stop_signals
 from runner.tracking import pending
 from runner.tracking.upload_state import RefusedError, UnreachableError, short_cause
 
@@ -39,7 +38,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 def run_writer(parent: int) -> None:
     """Run until the trainer (process `parent`) has ended and all of its journals are stored."""
     # A batch system may signal every process of a job; the writer ends after the trainer.
-    ignore_signals()
+    stop_signals.ignore_signals()
     # The trainer's own threads come first.
     os.nice(10)
     # MLflow reads these when it is imported. Its own retries would block the loop for minutes:
@@ -92,7 +91,7 @@ class JournalTask:
         if self.is_awaited:
             return
         with suppress(OSError):
-            self.is_awaited = has_end(self.uploader.journal)
+            self.is_awaited = journals.has_end(self.uploader.journal)
         if self.is_awaited:
             self.retry_at = 0.0
 

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from runner.core.config.schema import RunSpec
-from runner.core.loop.callback import RunCallback, RunHandle
-from runner.core.loop.records import EvalRecord, StepRecord, Steps
-from runner.core.policy.precision import Precision
+from runner.core import EvalRecord, Precision, RunCallback, RunHandle, RunSpec, StepRecord
+from runner.core.loop.records import Steps
 
 MAX_STAGNANT_SHARE = 0.5
 """Share of unchanged parameter elements above which an evaluation warns: most of the update is

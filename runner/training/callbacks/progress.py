@@ -10,9 +10,8 @@ import rich.progress
 from rich.console import Console as RichConsole
 from rich.table import Column
 
-from runner.core.base.formatting import format_duration, format_number
-from runner.core.loop.callback import RunCallback, RunHandle
-from runner.core.loop.records import EvalRecord, StepRecord, Steps
+from runner.core import EvalRecord, RunCallback, RunHandle, StepRecord, fmt
+from runner.core.loop.records import Steps
 from runner.core.record.tracker import Console
 from runner.output.console import JobConsole
 from runner.output.notebook_log import NotebookLog
@@ -67,7 +66,7 @@ def evaluation_values(record: EvalRecord, last: StepRecord | None) -> dict[str, 
     numbers |= record.metrics
     if last is not None and last.loss_scale is not None:
         numbers |= {"loss scale": last.loss_scale, "skipped": last.skipped_steps}
-    return {name: format_number(number) for name, number in numbers.items()}
+    return {name: fmt.format_number(number) for name, number in numbers.items()}
 
 
 class ProgressBar(ProgressLines):
@@ -126,7 +125,7 @@ class ProgressBar(ProgressLines):
         """Show how many steps are done; return rich's account of them."""
         self._shown_at = self._clock()
         (task,) = self._bar.tasks
-        loss = f"loss {format_number(self._last.loss)}" if self._last else ""
+        loss = f"loss {fmt.format_number(self._last.loss)}" if self._last else ""
         # Records come later than the steps that have begun since.
         done = max(done, int(task.completed))
         self._bar.update(task.id, completed=done, description=self._label(), loss=loss)
@@ -146,7 +145,7 @@ class NotebookProgress(ProgressBar):
     def show(self, done: int) -> rich.progress.Task:
         task = super().show(done)
         steps = f"{task.description}: step {task.completed:.0f} of {task.total}"
-        left = f"{format_duration(task.time_remaining)} left" if task.time_remaining else ""
+        left = f"{fmt.format_duration(task.time_remaining)} left" if task.time_remaining else ""
         text = ", ".join(filter(None, (steps, task.fields["loss"], left)))
         self._log.show_bar(text, task.percentage)
         return task

@@ -12,13 +12,18 @@ from typing import Any, Literal
 
 from torch.profiler import profile
 
-from runner.core.base.accelerator import Accelerator
-from runner.core.base.tensors import MIB, tensor_bytes
-from runner.core.loop.callback import RunCallback, RunHandle
-from runner.core.loop.records import EvalRecord, StepRecord, Steps, legal_names, tracker_values
-from runner.core.loop.state import TrainState
+from runner.core import (
+    EvalRecord,
+    RunCallback,
+    RunHandle,
+    StepRecord,
+    Tracker,
+    TrainState,
+    accelerators,
+    tensor_facts,
+)
+from runner.core.loop.records import Steps, legal_names, tracker_values
 from runner.core.record.record_lines import MetricRecord
-from runner.core.record.tracker import Tracker
 
 
 class MetricLogger(RunCallback):
@@ -33,7 +38,9 @@ class MetricLogger(RunCallback):
     key = "metric_logger"
     is_in_every_run = True
 
-    def __init__(self, tracker: Tracker, state: TrainState, accelerator: Accelerator) -> None:
+    def __init__(
+        self, tracker: Tracker, state: TrainState, accelerator: accelerators.Accelerator
+    ) -> None:
         self.tracker = tracker
         self.state = state
         self.accelerator = accelerator
@@ -80,8 +87,8 @@ class MetricLogger(RunCallback):
         is_applied = any(not record.overflow for record in records)
         if is_applied and not self._has_logged_optimizer_memory:
             self._has_logged_optimizer_memory = True
-            size = tensor_bytes(*self.state.optimizer_tensors())
-            values["memory/optimizer_mib"] = size / MIB
+            size = tensor_facts.tensor_bytes(*self.state.optimizer_tensors())
+            values["memory/optimizer_mib"] = size / tensor_facts.MIB
         last = records[-1]
         # Gauges are named after modules.
         gauges = last.gauges or {}

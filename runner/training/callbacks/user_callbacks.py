@@ -12,16 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError, HookError, refuse
-from runner.core.base.random_state import rng_state, set_rng_state
-from runner.core.base.stop_signals import Stopped
+from runner.core import (
+    ConfigError,
+    EvalRecord,
+    RunCallback,
+    RunHandle,
+    RunOutput,
+    StepRecord,
+    TrainingEnd,
+    TrainState,
+    errors,
+    random_streams,
+    refuse,
+    stop_signals,
+    targets,
+)
 from runner.core.config.annotations import typed_value
 from runner.core.config.instantiation import locate
-from runner.core.config.targets import build_group
-from runner.core.loop.callback import RESERVED_PREFIXES, RunCallback, RunHandle, TrainingEnd
-from runner.core.loop.records import EvalRecord, StepRecord
-from runner.core.loop.state import TrainState
-from runner.core.record.tracker import RunOutput
+from runner.core.loop.callback import RESERVED_PREFIXES
 
 HOOKS = ("on_steps", "on_evaluation", "on_end")
 """Methods of a user's RunCallback that the run calls."""
@@ -98,7 +106,7 @@ def build_user_callbacks(nodes: Mapping[str, Any]) -> dict[str, RunCallback]:
     problems: list[str] = []
     for name, node in nodes.items():
         key = f"callbacks.{name}"
-        built[name] = build_group(key, node)
+        built[name] = targets.build_group(key, node)
         problems += class_problems(f"{key}: what {node['_target_']} returns", type(built[name]))
     refuse(problems)
     return built
@@ -130,19 +138,19 @@ class UserCode:
             args: passed to it.
         """
         # The training draws the numbers that it would draw without the call.
-        random_state = rng_state(self.device)
+        random_state = random_streams.rng_state(self.device)
         try:
             return function(*args)
-        except Stopped:
+        except stop_signals.Stopped:
             raise  # a signal, which is no failure of the user's code
-        except HookError as error:
+        except errors.HookError as error:
             self.problem = self.problem or str(error)
         except Exception as error:  # of whatever type the user's code raises
             if not self.problem:
                 traceback = f" {self.save_traceback()}".rstrip()
                 self.problem = f"{title} fails: {_describe_error(error)}{traceback}"
         finally:
-            set_rng_state(random_state, self.device)
+            random_streams.set_rng_state(random_state, self.device)
         return None
 
 
@@ -227,7 +235,7 @@ class UserCallbacks(RunCallback):
         problem = self._code.problem
         agreed = self.state.strategy.all_reduce_max(_FAILED if problem else request)
         if agreed == _FAILED:
-            raise HookError(problem or "A callback fails in the main process.")
+            raise errors.HookError(problem or "A callback fails in the main process.")
         if agreed == _CONTINUE or self.is_stopping:
             return
         self._agreed_reason = reason or "a callback in the main process"

@@ -28,12 +28,16 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_symbols
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from runner.core.base.files import os_error_reason, write_with_torch
-from runner.core.base.layout import EXPORTED_MODEL
-from runner.core.base.library_warnings import suppress_warnings
-from runner.core.base.tensors import CPU_DEVICE, dtype_name
-from runner.core.loop.batches import PositionalInputs
-from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
+from runner.core import (
+    ConversionPlan,
+    PositionalInputs,
+    Precision,
+    files,
+    layout,
+    suppress_warnings,
+    tensor_facts,
+)
+from runner.core.policy.precision import NO_PLAN
 from runner.precision.layers.experts import Experts
 
 _TRACED_ROWS = 4
@@ -70,7 +74,7 @@ def error_line(error: Exception) -> str:
     if isinstance(error, ExportError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return os_error_reason(error)
+        return files.os_error_reason(error)
     lines = [text.strip() for text in str(error).splitlines() if text.strip()]
     if not lines:
         return type(error).__name__
@@ -108,7 +112,7 @@ def export(
     """
     # torch.compile's wrapper has the model in `_orig_mod`.
     model = getattr(model, "_orig_mod", model)
-    path = folder / EXPORTED_MODEL
+    path = folder / layout.EXPORTED_MODEL
     # Any error, because a model's forward is the user's code, and an export must not end a run that
     # has trained its weights.
     try:
@@ -157,10 +161,10 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
     # An LSTM is the only layer whose float16 kernel comes from this package: torch itself has
     # kernels for the others, which run where the program is loaded. See
     # runner.precision.emulation.cpu_kernels.
-    device = next((parameter.device for parameter in model.parameters()), CPU_DEVICE)
+    device = next((parameter.device for parameter in model.parameters()), tensor_facts.CPU_DEVICE)
     if precision.kernels(model, device) != "float32_accumulate":
         return
-    is_autocast = isinstance(precision.forward(CPU_DEVICE), torch.autocast)
+    is_autocast = isinstance(precision.forward(tensor_facts.CPU_DEVICE), torch.autocast)
     if is_autocast and any(isinstance(module, nn.LSTM) for module in model.modules()):
         raise ExportError("torch has no float16 kernel on a CPU for an LSTM under autocast")
 
@@ -190,7 +194,7 @@ def _write_program(
         expected = evaluate(device, model, example)
         program = _trace(_ProgramForward(_on_cpu(model), evaluate, type(example)), example, lengths)
         shapes = _traced_shapes(program, [*_named_tensors(example)])
-        with write_with_torch(path) as file:
+        with files.write_with_torch(path) as file:
             torch.export.save(program, file)
         # The file is compared, not the program in memory: users get the file.
         loaded = torch.export.load(path).module()
@@ -243,7 +247,7 @@ class _ProgramForward(nn.Module):
         elif self._kind is PositionalInputs:
             inputs = PositionalInputs(arguments)
         try:
-            return self._evaluate(CPU_DEVICE, self.model, inputs)
+            return self._evaluate(tensor_facts.CPU_DEVICE, self.model, inputs)
         except GuardOnDataDependentSymNode as error:
             # torch.export prints the graph up to here for torch's own error.
             what = "its forward decides by the data what it computes"
@@ -253,17 +257,17 @@ class _ProgramForward(nn.Module):
 def _on_cpu(model: nn.Module) -> nn.Module:
     """Return a model on the CPU: the given one where it is there, else a copy."""
     tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.device == CPU_DEVICE for tensor in tensors):
+    if all(tensor.device == tensor_facts.CPU_DEVICE for tensor in tensors):
         return model
     # Tensors are copied straight to the CPU: a second model may not fit on the device. A subclass
     # of Tensor may hold more than its numbers, and is copied by its own __deepcopy__.
     copies: dict[int, Any] = {}
     for tensor in tensors:
         if type(tensor) in (Tensor, nn.Parameter):
-            copies[id(tensor)] = tensor.detach().to(CPU_DEVICE)
+            copies[id(tensor)] = tensor.detach().to(tensor_facts.CPU_DEVICE)
         if type(tensor) is nn.Parameter:
             copies[id(tensor)] = nn.Parameter(copies[id(tensor)], tensor.requires_grad)
-    return copy.deepcopy(model, copies).to(CPU_DEVICE)
+    return copy.deepcopy(model, copies).to(tensor_facts.CPU_DEVICE)
 
 
 @contextmanager
@@ -368,8 +372,8 @@ def _facts(
     outputs = _output_tensors(expected)
     for dtype in {t.dtype for t in (*inputs.values(), *outputs)}:
         # MLflow's signatures have NumPy's dtypes, which lack bfloat16 and FP8.
-        if not hasattr(np, dtype_name(dtype)):
-            raise ExportError(f"MLflow's signatures know no {dtype_name(dtype)}")
+        if not hasattr(np, tensor_facts.dtype_name(dtype)):
+            raise ExportError(f"MLflow's signatures know no {tensor_facts.dtype_name(dtype)}")
     if any(t.ndim == 0 or len(t) != _TRACED_ROWS for t in outputs):
         raise ExportError("its outputs have no batch dimension")
     names = [f"output_{i}" for i in range(len(outputs))]
@@ -394,7 +398,7 @@ def _tensor_specs(
         shapes = [[-1, *tensor.shape[1:]] for tensor in tensors]
     rows = zip(names, tensors, shapes, strict=True)
     return [
-        {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape}
+        {"name": name, "dtype": tensor_facts.dtype_name(tensor.dtype), "shape": shape}
         for name, tensor, shape in rows
     ]
 
@@ -446,7 +450,7 @@ def _distance(expected: Tensor, output: Tensor) -> float:
     """
     # The outputs may be float16, whose squares overflow in a norm.
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    a = expected.detach().to(CPU_DEVICE, wide).flatten()
+    a = expected.detach().to(tensor_facts.CPU_DEVICE, wide).flatten()
     b = output.detach().to(wide).flatten()
     # A model that has diverged is exported, too.
     finite = a.isfinite()
@@ -497,7 +501,7 @@ def _first_rows(inputs: Any, count: int) -> Any:
 
 def _program_arguments(inputs: Any) -> tuple[Any, ...]:
     """Return the arguments of the program for inputs, on the CPU."""
-    tensors = [tensor.to(CPU_DEVICE) for tensor in _named_tensors(inputs).values()]
+    tensors = [tensor.to(tensor_facts.CPU_DEVICE) for tensor in _named_tensors(inputs).values()]
     return (dict(zip(inputs, tensors, strict=True)),) if isinstance(inputs, dict) else (*tensors,)
 
 

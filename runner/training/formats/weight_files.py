@@ -18,8 +18,7 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.files import os_error_reason, read_json
+from runner.core import ConfigError, files
 from runner.precision.layers.quantized_linear import packed_label
 
 FOLDER_FILES = (
@@ -69,7 +68,7 @@ def read_weights(where: str) -> WeightFile | None:
         if path.is_dir() and not any((path / "checkpoints").glob("step-*.pt")):
             return _read_folder(path)
     except OSError as error:
-        raise _refusal(path, f"cannot be read: {os_error_reason(error)}") from error
+        raise _refusal(path, f"cannot be read: {files.os_error_reason(error)}") from error
     return None
 
 
@@ -83,9 +82,9 @@ def _read_folder(folder: Path) -> WeightFile | None:
         return None
     if any((folder / name).is_file() for name in _ADAPTER_FILES):
         raise _adapter_refusal(folder)
-    files = sorted(file.name for file in folder.iterdir() if file.suffix in (*_SUFFIXES, ".gguf"))
-    if files:
-        names = ", ".join(files[:6])
+    paths = sorted(file.name for file in folder.iterdir() if file.suffix in (*_SUFFIXES, ".gguf"))
+    if paths:
+        names = ", ".join(paths[:6])
         raise _refusal(folder, f"has none of {', '.join(FOLDER_FILES)}. Name one file: {names}", "")
     if (folder / "config.json").is_file():
         raise _refusal(folder, "has a config.json and no weights")
@@ -95,7 +94,7 @@ def _read_folder(folder: Path) -> WeightFile | None:
 def _read_shards(index: Path) -> WeightFile:
     """Return the weights of the files that an index lists."""
     try:
-        listed = read_json(index)["weight_map"]
+        listed = files.read_json(index)["weight_map"]
         names = sorted(set(listed.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refusal(index, "is no index of shards: it has no weight_map of files") from error

@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.errors import CheckpointError
-from runner.core.base.files import os_error_reason
-from runner.core.loop.strategy import Strategy
-from runner.core.record import checkpoint_file, sharded_tensors
-from runner.core.record.checkpoint_file import checkpoints_in
+from runner.core import Strategy, checkpoint_file, errors, files
+from runner.core.record import sharded_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -136,7 +133,7 @@ class AsyncCheckpointWriter:
             return None
         self._write(content)
         if self._error is not None:
-            raise CheckpointError(self._failure_message(self._error))
+            raise errors.CheckpointError(self._failure_message(self._error))
         return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
     def _wait_for_thread(self) -> None:
@@ -149,9 +146,9 @@ class AsyncCheckpointWriter:
             self._error = None
 
     def _failure_message(self, error: Exception) -> str:
-        complete = checkpoints_in(self.folder)
+        complete = checkpoint_file.checkpoints_in(self.folder)
         last = f"the last whole one is {complete[-1]}" if complete else "there is no earlier one"
-        return f"A checkpoint could not be written ({os_error_reason(error)}): {last}."
+        return f"A checkpoint could not be written ({files.os_error_reason(error)}): {last}."
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> None:
         try:
@@ -278,7 +275,7 @@ class ShardedCheckpointWriter:
             return None
         error = self._write(content)
         if error:
-            raise CheckpointError(f"The checkpoint could not be written ({error}).")
+            raise errors.CheckpointError(f"The checkpoint could not be written ({error}).")
         return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
     def _write(self, content: Mapping[str, Any], best: bool = False) -> str | None:
@@ -297,7 +294,7 @@ class ShardedCheckpointWriter:
             checksums = sharded_tensors.write_shards(draft, sharded)
         except OSError as error:
             # The error is raised later: the other processes wait in the calls below.
-            reason = os_error_reason(error)
+            reason = files.os_error_reason(error)
         outcomes = self.strategy.gather_object((reason, checksums))
         if self.strategy.rank.is_main:
             reason = next((failure for failure, _ in outcomes if failure), None)
@@ -313,6 +310,6 @@ class ShardedCheckpointWriter:
                     # Last: a checkpoint is found by this file.
                     checkpoint_file.save(self.folder, complete, self.keep, best)
                 except OSError as error:
-                    reason = os_error_reason(error)
+                    reason = files.os_error_reason(error)
         # This is a barrier, too: no process continues before the checkpoint has its final name.
         return self.strategy.broadcast_object(reason)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.core.base.tensors import cast_gradients, narrow_parameters
+from runner.core import tensor_facts
 from runner.training.strategies.process_group import ProcessGroupStrategy
 
 _NOTHING = nullcontext()
@@ -56,7 +56,7 @@ class DDP(ProcessGroupStrategy):
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
         )
-        self._narrow = narrow_parameters(model.parameters())
+        self._narrow = tensor_facts.narrow_parameters(model.parameters())
         self._model.register_comm_hook(self._sums, float32_mean_hook)
         return self._model
 
@@ -76,9 +76,9 @@ class DDP(ProcessGroupStrategy):
         self._sums.update((p, p.grad) for p in wide if p.grad is not None)
         for p in self._sums:
             p.grad = None
-        cast_gradients(wide)
+        tensor_facts.cast_gradients(wide)
         yield
-        cast_gradients(wide, torch.float32)
+        tensor_facts.cast_gradients(wide, torch.float32)
         for p, average in self._sums.items():
             p.grad = average
         self._sums.clear()

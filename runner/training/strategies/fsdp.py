@@ -15,10 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.formatting import first_names
-from runner.core.base.modules import repeated_blocks, select_modules
-from runner.core.base.tensors import is_sharded
+from runner.core import ConfigError, fmt, module_tree, tensor_facts
 from runner.training.strategies.process_group import ProcessGroupStrategy
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,7 +68,8 @@ class FSDP(ProcessGroupStrategy):
         scalars = [name for name, p in model.named_parameters() if not p.ndim]
         if scalars:
             raise ConfigError(
-                f"strategy=fsdp cannot shard parameters without dimensions: {first_names(scalars)}."
+                "strategy=fsdp cannot shard parameters without dimensions: "
+                f"{fmt.first_names(scalars)}."
                 " Make them vectors of one number, as in nn.Parameter(torch.ones(1)), or type "
                 "strategy=ddp."
             )
@@ -107,10 +105,10 @@ class FSDP(ProcessGroupStrategy):
     def _units(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules to shard before the model itself, inner ones first."""
         if self.units is None:
-            units = repeated_blocks(model)
+            units = module_tree.repeated_blocks(model)
         else:
             names = [name for name, _ in model.named_modules()]
-            selected = select_modules("strategy.units", self.units, names)
+            selected = module_tree.select_modules("strategy.units", self.units, names)
             # A pattern also matches the modules inside the one that it names.
             outer = [name for name in selected if name.rpartition(".")[0] not in selected]
             units = [model.get_submodule(name) for name in sorted(outer) if name]
@@ -131,7 +129,9 @@ class FSDP(ProcessGroupStrategy):
                 module.reshard()
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+        return [
+            tensor.to_local() if tensor_facts.is_sharded(tensor) else tensor for tensor in tensors
+        ]
 
     def reduce_found_inf(self, flag: Tensor | None) -> Tensor | None:
         if flag is not None:
@@ -150,7 +150,7 @@ class FSDP(ProcessGroupStrategy):
         full_tensors = {}
         for name, value in tensors.items():
             # Collective: every process gathers every tensor, and only the main one stores it.
-            full = value.full_tensor() if is_sharded(value) else value
+            full = value.full_tensor() if tensor_facts.is_sharded(value) else value
             if self.rank.is_main:
                 full_tensors[name] = full.detach().cpu().contiguous()
         return full_tensors
@@ -200,7 +200,7 @@ def scatter_values(model: nn.Module, values: dict[str, Tensor], device: torch.de
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if name in values:
             whole.copy_(values.pop(name))
-        if is_sharded(tensor):
+        if tensor_facts.is_sharded(tensor):
             shard = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
             tensor.to_local().copy_(shard.to_local())
         else:

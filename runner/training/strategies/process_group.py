@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.core.base import torchrun
-from runner.core.base.errors import ConfigError, RunnerError
-from runner.core.loop.strategy import Strategy
+from runner.core import ConfigError, RunnerError, Strategy, torchrun
 
 # Texts of the RuntimeErrors that gloo raises when another process has ended; NCCL raises DistError.
 _LOST_CONNECTION = re.compile(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.core.loop.task import IGNORED
 from runner.training.tasks.tensor_task import TensorTask
 from runner.training.tasks.totals import (

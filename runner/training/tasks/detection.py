@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.base.errors import ConfigError
-from runner.core.loop.task import Task
+from runner.core import ConfigError, Task
 from runner.data.detection import DetectionLayout
 from runner.training.tasks.totals import labels_out_of_range, mean, stack
 

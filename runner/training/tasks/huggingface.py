@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
 from runner.training.tasks.tensor_task import TensorTask

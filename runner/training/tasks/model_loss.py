@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.core.base.errors import ConfigError
-from runner.core.loop.task import Task
+from runner.core import ConfigError, Task
 from runner.training.tasks.tensor_task import part_of, scalar_losses
 from runner.training.tasks.totals import counted_positions, mean, stack
 

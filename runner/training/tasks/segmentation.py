@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError
 from runner.core.loop.task import IGNORED
 from runner.training.tasks.tensor_task import TensorTask
 from runner.training.tasks.totals import class_metrics, class_totals, counted_positions, mean

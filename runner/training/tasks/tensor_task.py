@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from runner.core.base.errors import ConfigError
-from runner.core.base.tensors import widest_float
-from runner.core.loop.task import IGNORED, Task
+from runner.core import ConfigError, Task, tensor_facts
+from runner.core.loop.task import IGNORED
 from runner.training.tasks.totals import count_labels, labels_out_of_range, mean
 
 _PACKAGE = "runner.training.tasks."
@@ -66,7 +65,7 @@ class TrainingLoss:
         # Into range: the forward says better than an index which weights are missing.
         inside = target.clamp(0, len(weight) - 1)
         counted = weight[inside].masked_fill(target == IGNORED, 0)
-        return counted.sum(dtype=widest_float(target.device))
+        return counted.sum(dtype=tensor_facts.widest_float(target.device))
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move a module's tensors to where the loss is computed, unless they are there."""

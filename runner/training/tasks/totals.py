@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.core.base.tensors import widest_float
+from runner.core import tensor_facts
 from runner.core.loop.task import IGNORED
 
 
@@ -66,7 +66,7 @@ def stack(*sums: Tensor | int) -> Tensor:
 
 def wide(like: Tensor) -> torch.dtype:
     """Return the dtype in which sums are added up: the widest float of the tensor's device."""
-    return widest_float(like.device)
+    return tensor_facts.widest_float(like.device)
 
 
 def mean(total: float, count: float) -> float:

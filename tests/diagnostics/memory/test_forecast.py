@@ -8,7 +8,7 @@ import torch
 from compared_models import extended
 
 from bench.memory_plan import measure_peak as measured
-from runner.core.base.tensors import stored_bytes
+from runner.core.base.tensor_facts import stored_bytes
 from runner.core.config.targets import build_group
 from runner.core.run.context import TrainingSetup
 from runner.diagnostics.memory import forecast as forecasts

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.collections import PolyCollection
 
-from runner.core.base.formatting import format_share
+from runner.core.base.fmt import format_share
 from runner.diagnostics.numerics.numerics_page import (
     MAX_MAP_ROWS,
     MAX_MAP_STEPS,

@@ -9,7 +9,7 @@ from autocast_calls import CALLS, GPU_ONLY, HALF, dtypes_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runner.core.base.tensors import TORCH_VERSION
+from runner.core.base.tensor_facts import TORCH_VERSION
 from runner.precision.emulation.cuda_autocast import cuda_casts, listed_operators
 
 

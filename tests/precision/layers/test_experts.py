@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from runner.core.base.errors import ConfigError
-from runner.core.base.random_state import plain_attributes
+from runner.core.base.random_streams import plain_attributes
 from runner.diagnostics.numerics.measure import is_measurable
 from runner.precision.forward_watch import ForwardWatch, converted_layers
 from runner.precision.layers.experts import KERNEL_ROWS, convert_experts, possible_stacks

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from runner.core.base.accelerator import Accelerator
+from runner.core.base.accelerators import Accelerator
 from runner.core.loop.callback import dispatch
 from runner.core.record.tracker import NoTracker
 from runner.precision import registry

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.core.base import accelerator
+from runner.core.base import accelerators as accelerator
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runner.core.base import tpu
 from runner.core.base.errors import ConfigError, Unavailable
-from runner.core.base.tensors import MIB
+from runner.core.base.tensor_facts import MIB
 
 KINDS = ("auto", "cpu", "cuda", "mps", "tpu")
 # Device types whose allocator records a peak that torch.accelerator can read and reset.

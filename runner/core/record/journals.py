@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.base.files import open_output
-from runner.core.base.formatting import now_ms
+from runner.core.base.fmt import now_ms
 from runner.core.record.record_lines import (
     NOTE_TAG,
     MetricRecord,
