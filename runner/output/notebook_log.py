@@ -12,7 +12,7 @@ from runner.core import terminal
 
 # Seconds between two updates of a cell; a notebook's page would be slow with more of them.
 _UPDATE_SECONDS = 0.5
-_HIDDEN_FILES = (__file__.removesuffix("utils/notebook_log.py"), contextlib.__file__)
+_HIDDEN_FILES = (__file__.removesuffix("output/notebook_log.py"), contextlib.__file__)
 """How the files begin whose frames a notebook does not show: the runner's."""
 
 

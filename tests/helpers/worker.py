@@ -29,6 +29,7 @@ from runner.core.base import torchrun
 from runner.core.base.errors import RunnerError
 from runner.core.config.invocation import Invocation
 from runner.core.run.run import run_spec
+from runner.output.console import plain_console
 from runner.rooms import install_rooms
 
 # What a run imports when it needs it; each process would import it anew.
@@ -91,7 +92,7 @@ def run_job(folder, spec, overrides):
     rank = torchrun.process_rank().index
     try:
         with count_collectives(folder, rank):
-            run_spec(spec, folder, Invocation(overrides=tuple(overrides)))
+            run_spec(spec, folder, Invocation(overrides=tuple(overrides)), plain_console())
     except RunnerError as error:
         (folder / f"refused-{rank}.txt").write_text(str(error))
     except Exception:
