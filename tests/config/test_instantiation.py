@@ -10,7 +10,7 @@ from torch import nn
 
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.core.base.errors import ConfigError
-from runner.core.config.targets import build_group, instantiate
+from runner.core.config.targets import build_group, instantiate, locate
 
 
 class Called:
@@ -147,3 +147,17 @@ def test_a_model_of_transformers_from_yaml():
     assert model.config.n_embd == 8
     with pytest.raises(ConfigError, match=r"^model\.config: transformers\.GPT2Config refuses"):
         build_group("model", {"_target_": CALLED, "config": {**config, "n_embd": "wide"}})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("distributed.strategy.Single", "runner.core.loop.strategy.Single"),
+        ("distributed.ddp.DDP", "runner.training.strategies.ddp.DDP"),
+        ("tracking.tracker.NoTracker", "runner.core.record.tracker.NoTracker"),
+    ],
+)
+def test_a_target_that_moved_is_refused_with_its_new_place(old, new):
+    with pytest.raises(ConfigError, match=f"It is now {new}: write that in its place"):
+        locate(f"runner.{old}")
+    locate(new)

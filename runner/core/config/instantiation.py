@@ -113,6 +113,23 @@ def keywords(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in CALL_KEYS}
 
 
+_NEW_PLACES = {
+    "distributed.strategy.": "core.loop.strategy.",
+    "distributed.": "training.strategies.",
+    "tracking.tracker.": "core.record.tracker.",
+}
+"""Where the targets of saved configs are now, by how they begin; all of the package runner."""
+
+
+def _new_place(path: str) -> str:
+    """Return a sentence on where a target of the runner is now; empty for one that did not move."""
+    for old, new in _NEW_PLACES.items():
+        if path.startswith(f"runner.{old}"):
+            place = path.replace(old, new, 1)
+            return f" It is now {place}: write that in its place."
+    return ""
+
+
 def locate(path: str) -> Callable[..., Any]:
     """Import and return the object at a dotted path.
 
@@ -137,7 +154,9 @@ def locate(path: str) -> Callable[..., Any]:
             ) from error
         for name in parts[length:]:
             if not hasattr(found, name):
-                raise ConfigError(f"{path} does not import: {module_name} has no {name}.")
+                raise ConfigError(
+                    f"{path} does not import: {module_name} has no {name}.{_new_place(path)}"
+                )
             found = getattr(found, name)
         return found
     remedy = "Write package.module.Name, importable from the folder you run in."
