@@ -84,7 +84,7 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch, package):
     def find(name, inside):
         return None if name == package else package_file(name, inside)
 
-    monkeypatch.setattr("runner.data.datasets.molecules.package_file", find)
+    monkeypatch.setattr("runner.core.base.files.package_file", find)
     if package == "chemicals" and package_file("rxnmapper", VOCABULARY) is None:
         pytest.skip("the package rxnmapper, which brings the vocabulary, is missing")
     with pytest.raises(ConfigError, match=f"pip install --no-deps {package}"):

@@ -29,7 +29,7 @@ def test_a_journal_of_another_user_is_one_message(main, tmp_path, monkeypatch, c
     assert main(*QUICK, f"hydra.run.dir={folder}").rc == 0
     (folder / "journal.jsonl").write_text('{"kind":"start","uri":"x"}\n')
     monkeypatch.setattr(journal, "read_records", closed)
-    monkeypatch.setattr("runner.tracking.pending.has_live_owner", closed)
+    monkeypatch.setattr("runner.core.record.journals.has_live_owner", closed)
     words = [word for word in QUICK if not word.startswith("tr") and "sync" not in command]
     done = main(*command.format(folder).split(), *words)
     done.check_refused("journal.jsonl cannot be opened: Permission denied. Ask its owner")

@@ -9,7 +9,6 @@ import pytest
 from job_results import finished, lost
 
 from runner.core.base.layout import ADVICE, CONFIG, MANIFEST, RESULT
-from runner.sweeps import sweep_progress
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.sweep_progress import job_label, print_job_line
 
@@ -70,7 +69,7 @@ def sweep(tmp_path, monkeypatch):
 
     Of its places, each job but the first in one waited 30 s before its run.
     """
-    monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW)
+    monkeypatch.setattr("runner.core.base.fmt.now_ms", lambda: NOW)
 
     def make(seconds, **manifest):
         Manifest("id", ["python"], **manifest).write(tmp_path)
@@ -105,7 +104,7 @@ def test_jobs_say_how_far_the_sweep_is(sweep, tmp_path, capsys, manifest, second
 def test_the_time_left_runs_down_while_a_job_runs(sweep, tmp_path, monkeypatch):
     sweep([100.0], jobs=3, jobs_at_once=1)
     label = job_label(tmp_path, "b")
-    monkeypatch.setattr(sweep_progress, "now_ms", lambda: NOW + 140_000)
+    monkeypatch.setattr("runner.core.base.fmt.now_ms", lambda: NOW + 140_000)
     # The job takes longer than the one before it: the last one is still to come.
     assert label() == "job 2/3, 2 min left  b"
 

@@ -425,7 +425,7 @@ def test_the_modules_that_are_compiled():
 
 
 def test_rounding_that_an_old_torch_leaves_out_is_refused(monkeypatch):
-    monkeypatch.setattr("runner.training.compile.TORCH_VERSION", TorchVersion("2.12.1"))
+    monkeypatch.setattr("runner.core.base.tensor_facts.TORCH_VERSION", TorchVersion("2.12.1"))
     train = {"compile": True, "compile_rounding": "eager"}
     with pytest.raises(ConfigError, match=r"torch 2\.12\.1\. Type train\.compile_rounding=fused"):
         check_compile_options(spec(**train), PLAIN, CPU, gpt())
