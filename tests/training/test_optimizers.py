@@ -151,7 +151,7 @@ def test_fused_where_torch_has_it(compose, name, precision):
 
 
 def test_a_fused_kernel_that_loses_updates_is_refused_and_not_chosen(monkeypatch):
-    monkeypatch.setattr(setup, "TORCH_VERSION", TorchVersion("2.13.0"))
+    monkeypatch.setattr("runner.core.base.tensor_facts.TORCH_VERSION", TorchVersion("2.13.0"))
     node = {"_target_": "torch.optim.SGD", "lr": 0.1}
     (d,) = build_optimizers("bf16-true", optimizer=node)
     assert not d.optimizer.defaults["fused"]
