@@ -17,7 +17,7 @@ def running(monkeypatch, main):
     """A command whose run is this function of (spec, folder, invocation)."""
 
     def use(body):
-        monkeypatch.setattr("runner.core.run.run.run_spec", body)
+        monkeypatch.setattr("runner.core.run_spec", body)
         return main
 
     return use

@@ -204,7 +204,7 @@ def test_a_sweep_preset_names_its_precisions(quick, monkeypatch):
         result.write(folder)
         return result
 
-    monkeypatch.setattr("runner.core.run.run.run_spec", note)
+    monkeypatch.setattr("runner.core.run_spec", note)
     assert quick("sweep=precisions", "hydra/launcher=basic").rc == 0
     assert names == ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
@@ -213,7 +213,7 @@ def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(sweep, tmp_path, monkeypatch
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("runner.core.run.run.run_spec", stop)
+    monkeypatch.setattr("runner.core.run_spec", stop)
     done = sweep("seed=0,1,2")
     assert done.rc == 130
     (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")
