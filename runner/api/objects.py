@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from runner.config.given_objects import KEYS, current_objects
+from runner.config.python_objects import KEYS, current_objects
 from runner.core import ConfigError, RunSpec, fmt, layout, refuse
 from runner.training.callbacks.user_callbacks import class_problems
 

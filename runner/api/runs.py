@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from runner.api.composition import check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.api.results import RunResult
-from runner.config.given_objects import given_keys, given_objects
+from runner.config.python_objects import given_keys, given_objects
 from runner.core import (
     ConfigError,
     Invocation,

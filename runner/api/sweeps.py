@@ -12,8 +12,8 @@ from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.results import RunResult
 from runner.api.runs import Data, Loss, Model, check_new_folder
-from runner.config.given_objects import given_objects
 from runner.config.overrides import check_config_dir, rewrite_arguments
+from runner.config.python_objects import given_objects
 from runner.config.resolve import register_schema
 from runner.core import ConfigError, RunCallback, RunnerError, fmt, stop_signals
 from runner.output.lasting_output import lasting_output

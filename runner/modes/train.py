@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from runner.config.given_objects import current_objects
+from runner.config.python_objects import current_objects
 from runner.core import (
     ConfigError,
     LoadedCheckpoint,

@@ -13,9 +13,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.given_objects import given_keys
 from runner.config.hydra_plugins import register_resolver
 from runner.config.overrides import as_typed, override_texts
+from runner.config.python_objects import given_keys
 from runner.config.resolve import KEY_PREFIX
 from runner.core import Invocation, fmt, layout, secrets
 from runner.sweeps.manifest import Manifest

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from runner.config.given_objects import given_keys
 from runner.config.overrides import as_typed, rewrite_arguments
+from runner.config.python_objects import given_keys
 from runner.core import ConfigError, RunResult, fmt, layout, secrets, signature, terminal
 from runner.core.config.invocation import python_call
 from runner.sweeps.manifest import Manifest

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import runner
 from runner.api.objects import given_model
-from runner.config.given_objects import given_objects
+from runner.config.python_objects import given_objects
 from runner.core.base.errors import ConfigError
 
 

@@ -75,7 +75,7 @@ def test_arrays_larger_than_the_memory_are_refused_before_they_are_unpacked(tmp_
 
 def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros((1024, 1024)), y=np.zeros(1024))
-    monkeypatch.setattr("runner.data.unpacked.MAX_UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr("runner.data.unpacked_size.MAX_UNPACKED_BYTES", 2**20)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**40))
     with pytest.raises(ConfigError, match="or a hundred times the file"):
         npz(str(tmp_path / "bomb.npz"))

@@ -140,7 +140,7 @@ PARQUET = {"numbers": lambda: pa.array(np.zeros(5_000_000)), "texts": texts, "li
 
 @pytest.mark.parametrize("kind", PARQUET)
 def test_a_parquet_file_of_equal_values(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("runner.data.unpacked.MAX_UNPACKED_BYTES", 2**22)
+    monkeypatch.setattr("runner.data.unpacked_size.MAX_UNPACKED_BYTES", 2**22)
     values = PARQUET[kind]()
     table = pa.table({"x": values, "y": np.zeros(len(values), np.int8)})
     pq.write_table(table, tmp_path / "x.parquet", compression="zstd")

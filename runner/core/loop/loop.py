@@ -281,7 +281,9 @@ def evaluation_mode(
     set_evaluation_mode(model, task)
     # Those that a module, the task or its loss keeps, too.
     holders = [model, task, *vars(task).values()]
-    holders += [part.loss for part in holders if hasattr(part, "loss")]
+    # The task's loss holds the function or module that the user gave; no property is called.
+    held = [getattr(part, "__dict__", {}) for part in vars(task).values()]
+    holders += [attributes["loss"] for attributes in held if "loss" in attributes]
     parts = [[*h.modules()] if isinstance(h, nn.Module) else [h] for h in holders]
     attributes = [getattr(part, "__dict__", None) for part in chain(*parts)]
     with seeded(seed, device, tree_leaves(attributes)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.core import ConfigError
 from runner.data.splits import Splits, TensorFields, held_out, split_fields
-from runner.data.unpacked import check_unpacked
+from runner.data.unpacked_size import check_unpacked
 
 
 def npz(

@@ -8,7 +8,7 @@ from typing import Any
 from runner.core import ConfigError
 from runner.data.datasets.table_columns import TableColumns, table_target
 from runner.data.splits import Splits
-from runner.data.unpacked import check_unpacked, unpacked_limit
+from runner.data.unpacked_size import check_unpacked, unpacked_limit
 
 _BYTES = {"FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 """Bytes of a number in memory by parquet's physical type; numbers of 8 bits have another, too."""

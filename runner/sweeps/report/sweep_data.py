@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from runner.config.given_objects import given_keys
+from runner.config.python_objects import given_keys
 from runner.core import ConfigError, RunResult, files, fmt, layout, secrets, terminal
 from runner.core.config.schema import leaves
 from runner.core.run.result import UNTRIED
