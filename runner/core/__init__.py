@@ -1,9 +1,9 @@
 """The core: config, policy, data, loop, record, run. It knows none of the rooms.
 
 This list is all that a room takes of it. docs/design.md draws the rooms, and says what each name is
-for; its own docstring says what it takes, gives and raises. Fifteen of the names are modules of plain
-functions: files, fmt, terminal and others. Each name is imported when it is first asked for: the
-command line answers --help without torch.
+for; its own docstring says what it takes, gives and raises. Sixteen of the names are modules of
+plain functions: files, fmt, terminal and others. Each name is imported when it is first asked for:
+the command line answers --help without torch.
 """
 
 from importlib import import_module
