@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from runner.precision.policy import precision as precision
 
 _MODULES = {
-    "BasePrecision": "base",
-    "ConversionReport": "conversion_report",
-    "Policy": "policy",
-    "Precision": "contract",
-    "precision": "policy",
+    "BasePrecision": "runner.precision.base",
+    "ConversionReport": "runner.core",
+    "Policy": "runner.precision.policy",
+    "Precision": "runner.core",
+    "precision": "runner.precision.policy",
 }
 """Module of each public name. They are imported when they are used: a run needs no policy."""
 
@@ -31,4 +31,4 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,10 +1,13 @@
 """The core of the runner takes nothing of the rooms, and rooms take what its list shows."""
 
 import ast
+from pathlib import Path
 
+import pytest
 from test_layers import FILES, ROOT, dotted, imports, tops
 
 import runner.core
+import runner.precision
 
 PAST = 114
 """Names of the core that rooms take past its list; may only fall."""
@@ -57,14 +60,15 @@ def test_each_name_of_the_list_is_used_by_two_rooms_or_told_to_users():
         assert len(rooms) >= 2 or f"`{name}`" in pages, (name, rooms)
 
 
-def test_type_checkers_see_what_is_imported():
-    tree = ast.parse((ROOT / "runner" / "core" / "__init__.py").read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+@pytest.mark.parametrize("package", [runner, runner.core, runner.precision])
+def test_type_checkers_see_what_is_imported(package):
+    tree = ast.parse(Path(package.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
         alias.asname: f"{node.module}.{alias.name}" for node in block.body for alias in node.names
     }
-    assert seen.keys() == {*runner.core.__all__}
+    assert seen.keys() == {*getattr(package, "__all__", seen)}
     for name, home in seen.items():
-        value = getattr(runner.core, name)
+        value = getattr(package, name)
         module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
         assert module in ("builtins", "typing") or home.startswith(module), name
