@@ -48,8 +48,7 @@ def stranger(folder):
 def test_ones_own_run_needs_nothing_typed_again(folder, main):
     main("mode=evaluate", f"checkpoint={folder}", "precision=bf16-true", "tracking=none").check_ok()
     main(f"checkpoint.resume={folder}", "train.max_steps=4").check_ok("resumed at step 2 of 4")
-    done = main(f"checkpoint.resume={folder}", "train.max_steps=6")  # what it saved is signed, too
-    assert done.rc == 0, done.stderr
+    main(f"checkpoint.resume={folder}", "train.max_steps=6").check_ok()
     moved = folder.rename(folder.with_name("moved"))
     main("mode=evaluate", f"checkpoint={moved}", "tracking=none").check_ok()
 

@@ -167,16 +167,13 @@ def test_auto_begins_or_continues(main, tmp_path):
     """The same command each time, as a job script has it."""
     typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "checkpoint.resume=auto")
     folder = tmp_path / "outputs/runs/7"
-    done = main(*typed)
-    assert (done.rc, "7 holds no checkpoint: the run begins." in done.stdout) == (0, True)
+    main(*typed).check_ok("7 holds no checkpoint: the run begins.")
     make_unfinished(folder, 4)
-    done = main(*typed)
-    assert (done.rc, "resumed at step 4 of 6" in done.stdout) == (0, True)
+    main(*typed).check_ok("resumed at step 4 of 6")
     make_unfinished(folder, 6)
     (damaged,) = folder.glob("checkpoints/*.pt")
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    done = main(*typed)
-    assert (done.rc, "starts over: " in done.stdout) == (0, True)
+    main(*typed).check_ok("starts over: ")
     assert damaged.with_suffix(".superseded").exists()
     assert "finished before" in main(*typed).stdout
 
@@ -193,8 +190,7 @@ def test_a_run_that_a_limit_of_time_ended_continues_with_its_length(main, tmp_pa
     assert "resumed at step 1 of 6" in done.stdout
     assert "resumed at step 2 of 6" in main("checkpoint.resume=last", "tracking=none").stdout
     rest = (*typed, "checkpoint.resume=auto", "train.max_seconds=null")
-    done = main(*rest)
-    assert (done.rc, "resumed at step 3 of 6" in done.stdout) == (0, True)
+    main(*rest).check_ok("resumed at step 3 of 6")
     result = json.loads((folder / "result.json").read_text())
     assert (result["steps"], result["stopped_by"]) == (6, "")
     assert "finished before" in main(*rest).stdout

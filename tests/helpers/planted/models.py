@@ -1,5 +1,5 @@
 """Models of which it is known what each precision does to them; conf/ has their data and training,
-tests/sweep/advisor/test_planted.py shows that it is so."""
+tests/sweeps/advisor/test_planted.py shows that it is so."""
 
 import math
 

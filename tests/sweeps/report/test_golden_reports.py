@@ -6,7 +6,7 @@ one file of it a line: sweep.json, advise.json of mode=advise, and result.json a
 each job. The .md file beside it is the report that the command made from exactly these files. Write
 all reports anew, after a change that is meant to change a report, with
 
-    python tests/sweep/report/test_golden_reports.py --write
+    python tests/sweeps/report/test_golden_reports.py --write
 
 and read the difference before it is committed. The test reaches the report by the command line
 alone, so that the modules behind it can be moved.
@@ -140,5 +140,5 @@ def write_golden_reports():
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("Type: python tests/sweep/report/test_golden_reports.py --write")
+        sys.exit("Type: python tests/sweeps/report/test_golden_reports.py --write")
     write_golden_reports()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import Outcome
 
-WORKER = Path(__file__).parents[1] / "helpers" / "worker.py"
+WORKER = Path(__file__).parents[2] / "helpers" / "worker.py"
 ROOT = WORKER.parents[2]
 PATH = f"{ROOT}:{ROOT / 'tests' / 'helpers'}"
 TIMEOUT = 1800

@@ -9,7 +9,7 @@ from waiting import SECONDS
 
 pytestmark = pytest.mark.slow
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+HELPERS = Path(__file__).parents[2] / "helpers"
 OWN = (
     f"{IMAGES} {SGD} ~model train.eval_every=4 train.ema=0.5 checkpoint.every_steps=3 "
     "optimizer=adamw"
