@@ -68,7 +68,7 @@ from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model import build_model, keeps_adapter
 from runner.training.own_state import OwnState, saved_state
 from runner.training.state_dict import checkpoint_state_dict
-from runner.training.tasks.totals import mean
+from runner.training.tasks.tensor_task import mean
 
 ROWS_BEFORE_FIRST = 3
 """Rows that are shown before the first tensor that is not finite."""

@@ -11,7 +11,7 @@ differ by the rounding of the additions.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, final
 
@@ -92,23 +92,17 @@ class Lora:
     use_dora: bool = False
     use_rslora: bool = False
     init: str = "default"
-    _plain_weights: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _frozen_parts: tuple[str, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        limits = (
-            ("rank", self.rank >= 1, "1 and up"),
-            ("alpha", self.alpha > 0, "above 0"),
-            ("dropout", 0 <= self.dropout < 1, "0 and up, below 1"),
+        self._plain_weights: dict[str, Tensor] = {}
+        self._frozen_parts: list[str] = []
+        rules = (
+            ("rank", self.rank >= 1, "is out of range. Allowed: 1 and up."),
+            ("alpha", self.alpha > 0, "is out of range. Allowed: above 0."),
+            ("dropout", 0 <= self.dropout < 1, "is out of range. Allowed: 0 and up, below 1."),
+            ("init", self.init in INITS, f"is not known. Allowed: {', '.join(INITS)}."),
         )
-        problems: list[str] = []
-        for key, fits, allowed in limits:
-            if not fits:
-                value = getattr(self, key)
-                problems.append(f"adapter.{key}={value} is out of range. Allowed: {allowed}.")
-        if self.init not in INITS:
-            problems.append(f"adapter.init={self.init} is not known. Allowed: {', '.join(INITS)}.")
-        refuse(problems)
+        refuse(f"adapter.{key}={getattr(self, key)} {why}" for key, fits, why in rules if not fits)
         if find_spec("peft") is None:
             raise Unavailable(
                 "adapter=lora needs peft, which is not installed.",
@@ -143,11 +137,14 @@ class Lora:
             The names of those with linear layers that no pattern of the adapter names.
         """
         parts = module_tree.frozen_parts(model)
-        self._frozen_parts = tuple(parts)
+        self._frozen_parts = [*parts]
         patterns = (*(self.modules or ()), *self.train)
-        left = [name for name in parts if self._is_left_frozen(name, patterns)]
-        kinds = linear_classes()
-        return [n for n in left if any(isinstance(m, kinds) for m in parts[n].modules())]
+        return [
+            name
+            for name, part in parts.items()
+            if self._is_left_frozen(name, patterns)
+            and any(isinstance(module, linear_classes()) for module in part.modules())
+        ]
 
     def _is_left_frozen(self, name: str, patterns: Sequence[str]) -> bool:
         """Return whether a module is in a part that the model froze and no pattern names."""
@@ -194,7 +191,7 @@ class Lora:
             layouts: as for split_experts().
         """
         rules = ConversionRules("adapter", experts=layouts)
-        left: dict[str, int] = {}
+        left = {}
         for path, module in model.named_modules() if self.modules is None else ():
             stacks = rules.stacks(path or ROOT_NAME, module)
             if stacks:
@@ -247,10 +244,11 @@ class Lora:
             layer = model.get_submodule(name)
             if self.use_dora:
                 check_dora(name, layer, name in stacks)
+            matrix = self._plain_weights.get(name)
             if self.init in CHANGES_BASE:
-                check_rank(self.init, self.rank, name, derived_weight.current_matrix(layer))
-            elif self.init == "loftq":
-                check_rank(self.init, self.rank, name, self._plain_weights[name])
+                matrix = derived_weight.current_matrix(layer)
+            if matrix is not None:
+                check_rank(self.init, self.rank, name, matrix)
         self.add_for_checkpoint(model, dtype, bypassed)
         for name, layer in lora_layers(model).items():
             if self.init in CHANGES_BASE:
@@ -347,7 +345,7 @@ class Lora:
         patterns = self.modules or ()
         candidates = {n for n in candidates - later if not self._is_left_frozen(n, patterns)}
         shared = find_shared_weights(model)
-        chosen: list[str] = []
+        chosen = []
         for name, module in modules.items():
             # A root that is a linear layer has no name that peft could match.
             if not name or called[name] not in candidates:
@@ -367,7 +365,7 @@ class Lora:
                 )
             if name not in shared and name not in bypassed:
                 chosen.append(name)
-        typed = [str(pattern) for pattern in self.modules or ()]
+        typed = [*map(str, patterns)]
         # A run says of layers that are never called that they get none.
         known = [*(called[name] for name in chosen), *bypassed, *later]
         idle = [p for p in typed if not any(module_tree.matches_pattern(p, name) for name in known)]
@@ -481,18 +479,16 @@ def start_from_base(name: str, layer: Any, init: str) -> None:
     if matrix.is_meta:
         return
     wide = _widened(matrix)
-    scale = layer.scaling[ADAPTER]
     rank = layer.r[ADAPTER]
+    scale = layer.scaling[ADAPTER]
     if init == "olora":
         q, r = torch.linalg.qr(wide)
-        down, up = r[:rank], q[:, :rank]
+        _set_addition(layer, r[:rank], q[:, :rank])
     elif init == "pissa":
-        down, up = _top_factors(wide, rank, scale)
+        _set_top_factors(layer, *torch.linalg.svd(wide, full_matrices=False))
     else:
         left, values, right = torch.svd_lowrank(wide, rank, niter=_ITERATIONS)
-        roots = (values / scale).sqrt()
-        down, up = roots[:, None] * right.t(), left * roots
-    _set_addition(layer, down, up)
+        _set_top_factors(layer, left, values, right.t())
     layer.start_A.copy_(layer.lora_A[ADAPTER].weight)
     layer.start_B.copy_(layer.lora_B[ADAPTER].weight)
     # Of the rounded additions, so that the sum differs from the weight by one rounding only.
@@ -515,7 +511,7 @@ def start_from_packing_error(layer: Any, plain: Tensor) -> None:
     """
     packed = _widened(unpacked_matrix(layer.get_base_layer()))
     error = plain.to(packed) - packed
-    _set_addition(layer, *_top_factors(error, layer.r[ADAPTER], layer.scaling[ADAPTER]))
+    _set_top_factors(layer, *torch.linalg.svd(error, full_matrices=False))
 
 
 def _widened(matrix: Tensor) -> Tensor:
@@ -523,11 +519,12 @@ def _widened(matrix: Tensor) -> Tensor:
     return matrix if matrix.dtype is torch.float64 else matrix.float()
 
 
-def _top_factors(matrix: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return A [rank, in] and B [out, rank] so that scale * B @ A is the nearest of that rank."""
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    roots = (values[:rank] / scale).sqrt()
-    return roots[:, None] * right[:rank], left[:, :rank] * roots
+def _set_top_factors(layer: Any, left: Tensor, values: Tensor, right: Tensor) -> None:
+    """Set an addition to the matrix of its rank that is the nearest to left @ diag(values) @ right,
+    a singular value decomposition."""
+    rank = layer.r[ADAPTER]
+    roots = (values[:rank] / layer.scaling[ADAPTER]).sqrt()
+    _set_addition(layer, roots[:, None] * right[:rank], left[:, :rank] * roots)
 
 
 def _set_addition(layer: Any, down: Tensor, up: Tensor) -> None:

@@ -35,7 +35,7 @@ def check_compile_options(
     spec: RunSpec, precision: Precision, device: torch.device, model: nn.Module
 ) -> None:
     """Raise ConfigError for what prepare_model cannot do to this model, before it computes."""
-    problems: list[str] = []
+    problems = []
     if spec.train.compile:
         problems.extend(_compile_problems(spec, precision, device))
     choice = spec.train.activation_checkpointing
@@ -124,7 +124,7 @@ def prepare_model(
         # The backward runs the second forward, when the contexts of the first one are closed.
         second_context = partial(precision.forward, device)
         # One subclass per class, so that blocks of one kind still share a compiled graph.
-        subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+        subclasses = {}
         for block in blocks:
             kind = type(block)
             if kind not in subclasses:
@@ -134,7 +134,7 @@ def prepare_model(
         return
     blocks = _compiled_blocks(train, model)
     mode = None if train.compile in (True, "regional") else str(train.compile)
-    options: dict[str, Any] | None = None
+    options = None
     if train.compile_rounding == "eager":
         # Of this compilation alone, and part of the key under which compiled code is cached.
         # torch.compile takes either a mode or options.

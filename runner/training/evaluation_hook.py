@@ -91,7 +91,7 @@ class EvaluationHook:
         start = perf_counter()
         name = self.state.task.additions.hook_name
         title = f"task.after_evaluation={name}, called after the evaluation at step {self.step},"
-        values: dict[str, float] = {}
+        values = {}
         if strategy.rank.is_main or strategy.shards:
             values = self._code.call(title, self._values, title, label, metrics, batch) or {}
         problem = self._code.problem

@@ -46,7 +46,7 @@ class ExpertLoads:
 
     def gauges(self) -> dict[str, Tensor]:
         """Return the metrics experts/* of each layer (metric_names.py), scalars on the device."""
-        gauges: dict[str, Tensor] = {}
+        gauges = {}
         for name, (count, index, weights) in self._choices.items():
             # bincount and one_hot may read their input on the host, which waits for the device.
             numbers = torch.arange(count + 1, device=index.device)

@@ -3,9 +3,8 @@
 Where they do not fit, the error names the prefix or the patterns with which they do.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from heapq import nlargest
-from itertools import islice, takewhile
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ EVERY_NAME = "*"
 _SAMPLES = 3
 """Names of the file whose counterparts in the model are looked for."""
 _COUNTERPARTS = 8
-"""Names of the model that are tried for each of them, those with most segments in common."""
+"""Names of the model that are tried for each of them."""
 
 
 class InitialWeights(NamedTuple):
@@ -72,8 +71,7 @@ def load_selected(
     """
     own = model.state_dict(keep_vars=True)
     where = f"nothing in the model or in {spec.init.weights}"
-    every = dict.fromkeys([*own, *weights])
-    skipped = module_tree.select_modules("init.skip", spec.init.skip, every, where)
+    skipped = module_tree.select_modules("init.skip", spec.init.skip, {**own, **weights}, where)
     selected = {name: value for name, value in weights.items() if name not in skipped}
     missing = _missing_names(own, weights, skipped)
     unexpected = [name for name in selected if name not in own]
@@ -86,18 +84,23 @@ def load_selected(
         if not any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
             model.load_state_dict(dict(selected), strict=False)
     except (RuntimeError, ValueError) as error:
-        # Packed weights, whose shapes their layers compare. torch lists names below a first line.
-        lines = str(error).splitlines()
-        reason = lines[1].strip() if len(lines) > 1 else str(error)
+        # Packed weights, whose shapes their layers compare.
         raise ConfigError(
-            f"init.weights={spec.init.weights} does not fit the model: {reason} For packed weights "
-            "take the precision.ignore_modules that they were packed with, too."
+            f"init.weights={spec.init.weights} does not fit the model: {misfit_reason(error)} For "
+            "packed weights take the precision.ignore_modules that they were packed with, too."
         ) from error
     fresh = [name for name in own if name in skipped]
     unused = [name for name in weights if name in skipped and name not in own]
     loaded = [name for name in own if name not in skipped]
     renamed = {str(old): str(new or "") for old, new in spec.init.rename.items()}
     return InitialWeights(spec.init.weights or "", source, loaded, fresh, unused, renamed)
+
+
+def misfit_reason(error: Exception) -> str:
+    """Return the first reason of an error of load_state_dict."""
+    # torch lists each name below a first line that says nothing about this model.
+    lines = str(error).splitlines()
+    return lines[1].strip() if len(lines) > 1 else str(error)
 
 
 def unpack_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def _missing_names(
             two values for it.
     """
     sharers = fmt.grouped((id(value), name) for name, value in own.items())
-    lacking: set[str] = set()
+    lacking = set()
     for names in sharers.values():
         fresh = [name for name in names if name in skipped]
         loaded = [name for name in names if name in weights and name not in skipped]
@@ -165,35 +168,37 @@ def _misfit(
     other_shapes: list[str],
 ) -> ConfigError:
     """Return the error that lists what does not fit, and says what to type."""
-    where = spec.init.weights
+    shapes = [f"{n}: {_shape(selected[n])}, in the model {_shape(own[n])}" for n in other_shapes]
+    names_by_problem = {
+        "missing in the file": missing,
+        "unexpected in the file": unexpected,
+        "of another shape or kind": shapes,
+    }
     parts = []
-    if missing:
-        parts.append(f"{len(missing)} missing in the file ({fmt.first_names(missing)})")
-    if unexpected:
-        parts.append(f"{len(unexpected)} unexpected in the file ({fmt.first_names(unexpected)})")
-    if other_shapes:
-        texts = [f"{n}: {_shape(selected[n])}, in the model {_shape(own[n])}" for n in other_shapes]
-        parts.append(f"{len(other_shapes)} of another shape or kind ({fmt.first_names(texts)})")
-    fitting = len([name for name in selected if name in own]) - len(other_shapes)
+    for problem, names in names_by_problem.items():
+        if names:
+            parts.append(f"{len(names)} {problem} ({fmt.first_names(names)})")
+    fitting = len(selected) - len(unexpected) - len(other_shapes)
     text = (
-        f"init.weights={where} does not fit the model: {'; '.join(parts)}; {fitting} of the "
-        f"model's {len(own)} tensors fit."
+        f"init.weights={spec.init.weights} does not fit the model: {'; '.join(parts)}; {fitting} "
+        f"of the model's {len(own)} tensors fit."
     )
     # The one change of a prefix with which most tensors fit.
-    proposal = None
+    best = fitting
+    renames = {}
     for old, new in dict.fromkeys(_candidates(own, selected)):
         count = 0
         for name, value in selected.items():
-            mine = own.get(_new_name(name, old, new))
-            count += isinstance(mine, Tensor) and getattr(value, "shape", None) == mine.shape
-        if count > (proposal.fitting if proposal else fitting):
-            proposal = Rename({old: new or None}, count)
+            name = _new_name(name, old, new)
+            count += name in own and _fits(own[name], value)
+        if count > best:
+            best = count
+            renames = {**spec.init.rename, old: new}
     # Fewer would fit by chance, as the biases of equal layers do.
-    if proposal and proposal.fitting - fitting > len(selected) / 4:
-        typed = {**{str(k): v for k, v in spec.init.rename.items()}, **proposal.prefixes}
-        pairs = ",".join(f"{old}:{new or 'null'}" for old, new in typed.items())
+    if best - fitting > len(selected) / 4:
+        pairs = ",".join(f"{old}:{new or 'null'}" for old, new in renames.items())
         word = terminal.quote_command([f"init.rename={{{pairs}}}"])
-        return ConfigError(f"{text} Type {word}: then {proposal.fitting} fit.")
+        return ConfigError(f"{text} Type {word}: then {best} fit.")
     if not fitting:
         return ConfigError(
             f"{text} It holds weights of another model. Give those of this one, or name the "
@@ -214,13 +219,6 @@ def _shape(value: Any) -> str:
     is_usual = value.is_floating_point() and value.itemsize > 1
     kind = "" if is_usual else f" {tensor_facts.dtype_name(value.dtype)}"
     return f"{list(value.shape)}{kind}"
-
-
-class Rename(NamedTuple):
-    """A change of prefixes, and how many tensors fit the model after it."""
-
-    prefixes: dict[str, str | None]
-    fitting: int
 
 
 def rename(weights: Mapping[str, Any], prefixes: Mapping[Any, Any], path: Path) -> dict[str, Any]:
@@ -269,19 +267,15 @@ def _new_name(name: str, old: str, new: str) -> str:
 def _candidates(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield pairs of prefixes by which a few names of the file become names of the model."""
     strangers = [name for name in theirs if name not in own]
-    for name in islice(strangers, 0, None, max(len(strangers) // _SAMPLES, 1)):
-        segments = name.split(".")
-        named = [(_common_end(segments, mine.split(".")), mine) for mine in own]
-        for shared, mine in nlargest(_COUNTERPARTS, named):
-            if shared:
-                old = ".".join(segments[: len(segments) - shared]) or EVERY_NAME
-                yield old, ".".join(mine.split(".")[:-shared])
-
-
-def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return the number of segments at the end that two names have in common."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    for name in strangers[:: max(len(strangers) // _SAMPLES, 1)]:
+        # The longest end that names of the model have, too.
+        for old in ("", *module_tree.name_prefixes(name)):
+            end = name.removeprefix(old).strip(".")
+            mine = [own_name for own_name in own if f".{own_name}".endswith(f".{end}")]
+            if mine:
+                for own_name in mine[:_COUNTERPARTS]:
+                    yield old or EVERY_NAME, own_name.removesuffix(end).rstrip(".")
+                break
 
 
 def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[str]:
@@ -293,10 +287,10 @@ def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[st
     """
     covered = set(names)
     # Every prefix of a name that is kept.
-    outside: set[str] = set()
+    outside = set()
     for name in set(every) - covered:
         outside.update(module_tree.name_prefixes(name))
-    patterns: dict[str, None] = {}
+    patterns = {}
     for name in names:
         own = (prefix for prefix in module_tree.name_prefixes(name) if prefix not in outside)
         patterns[next(own, name)] = None

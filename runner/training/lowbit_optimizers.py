@@ -14,12 +14,13 @@ al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,28 +34,49 @@ SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)  # elements that share one scale
 
 
-class Blockwise(Optimizer):
-    """Base of the subclasses of bitsandbytes' optimizers.
+class LowBitOptimizer(Optimizer):
+    """Base of the subclasses.
+
+    Args:
+        params: as any optimizer takes them.
+        keywords: of the library's class, with its defaults.
 
     Attributes:
+        library: the name of the library.
+        unused_keywords: those of its classes that they read nowhere.
         wide_embeddings: build_optimizer gives embeddings a group with 32-bit state.
-        wide_state: the state is never in the dtype of half-precision weights.
 
     Raises:
         ValueError: a keyword outside its range, or parameters whose values would be damaged.
     """
 
+    library: ClassVar[str]
+    unused_keywords: ClassVar[Collection[str]] = ()
     wide_embeddings = True
-    wide_state = True
-    args: Any
-    mng: Any
-    is_paged: bool
 
     def __init__(self, params: Iterable[Any], **keywords: Any) -> None:
         check_keywords(keywords)
         init: Any = super().__init__
         init(params, **keywords)
         check_dtypes(self)
+
+
+class Blockwise(LowBitOptimizer):
+    """Base of the subclasses of bitsandbytes' optimizers.
+
+    Attributes:
+        wide_state: the state is never in the dtype of half-precision weights.
+    """
+
+    library = "bitsandbytes"
+    unused_keywords = ("amsgrad",)
+    wide_state = True
+    args: Any
+    mng: Any
+    is_paged: bool
+
+    def __init__(self, params: Iterable[Any], **keywords: Any) -> None:
+        super().__init__(params, **keywords)
         # The library's own way to 32-bit state is GlobalOptimManager, one for the whole process. It
         # knows parameters by their id and by their index in any optimizer, so that overrides of one
         # run change parameters of the next. Each optimizer here has an empty one of its own.
@@ -108,89 +130,15 @@ class Blockwise(Optimizer):
                     state[key] = value.to(p.device)
 
 
-def _blockwise_adam(decay: float) -> type[Blockwise]:
-    """Return the base of Adam8bit or AdamW8bit, whose weight decay is decoupled in both.
-
-    Args:
-        decay: the weight decay where none is given, in which the two differ.
-    """
-
-    class BlockwiseAdam(Blockwise):
-        def __init__(
-            self,
-            params: Iterable[Any],
-            lr: float = 1e-3,
-            betas: Sequence[float] = (0.9, 0.999),
-            eps: float = 1e-8,
-            weight_decay: float = decay,
-            min_8bit_size: int = 4096,
-        ) -> None:
-            super().__init__(
-                params,
-                lr=lr,
-                betas=betas,
-                eps=eps,
-                weight_decay=weight_decay,
-                min_8bit_size=min_8bit_size,
-            )
-
-    return BlockwiseAdam
-
-
-class BlockwiseLion(Blockwise):
-    """Keywords of Lion8bit and PagedLion8bit."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: Sequence[float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        min_8bit_size: int = 4096,
-    ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, weight_decay=weight_decay, min_8bit_size=min_8bit_size
-        )
-
-
-class WrappedAdamW(Optimizer):
+class WrappedAdamW(LowBitOptimizer):
     """Base of the subclasses of torchao's AdamW.
 
     Learning rates are plain numbers outside of step(), and checkpoints hold plain tensors.
-
-    Raises:
-        ValueError: a keyword outside its range, or parameters whose values would be damaged.
     """
 
-    wide_embeddings = True
+    library = "torchao"
     block_size: int
     _subclass_zeros: Callable[[Tensor, bool, int], Tensor]
-
-    # The parameters are keys of the yamls in conf/optimizer.
-    def __init__(  # noqa: PLR0913
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        block_size: int = 128,
-        bf16_stochastic_round: bool = False,
-    ) -> None:
-        keywords = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "block_size": block_size,
-            "bf16_stochastic_round": bf16_stochastic_round,
-        }
-        check_keywords(keywords)
-        init: Any = super().__init__
-        init(params, **keywords)
-        check_dtypes(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # torchao makes the rate a tensor, which schedules fill in place: the rate in the record of
@@ -229,7 +177,7 @@ class WrappedAdamW(Optimizer):
         """
         # torch.load refuses torchao's tensor subclasses where torchao is not imported.
         content = super().state_dict()
-        state: dict[Any, dict[str, Any]] = {}
+        state = {}
         for index, values in content["state"].items():
             state[index] = dict(values)
             for key, value in values.items():
@@ -308,31 +256,34 @@ def check_dtypes(optimizer: Optimizer) -> None:
         )
 
 
-# Each class that a config may name: the library's module that holds it, and its base here.
-_BASES_BY_CLASS: dict[str, tuple[str, type[Optimizer]]] = {
-    "Adam8bit": ("bitsandbytes.optim", _blockwise_adam(0.0)),
-    "AdamW8bit": ("bitsandbytes.optim", _blockwise_adam(0.01)),
-    "Lion8bit": ("bitsandbytes.optim", BlockwiseLion),
-    "PagedAdam8bit": ("bitsandbytes.optim", _blockwise_adam(0.0)),
-    "PagedAdamW8bit": ("bitsandbytes.optim", _blockwise_adam(0.01)),
-    "PagedLion8bit": ("bitsandbytes.optim", BlockwiseLion),
-    "AdamW4bit": ("torchao.optim", WrappedAdamW),
-    "AdamWFp8": ("torchao.optim", WrappedAdamW),
+_CLASSES: dict[str, type[LowBitOptimizer]] = {
+    "Adam8bit": Blockwise,
+    "AdamW8bit": Blockwise,
+    "Lion8bit": Blockwise,
+    "PagedAdam8bit": Blockwise,
+    "PagedAdamW8bit": Blockwise,
+    "PagedLion8bit": Blockwise,
+    "AdamW4bit": WrappedAdamW,
+    "AdamWFp8": WrappedAdamW,
 }
+"""The base here of each class of the libraries that a config may name."""
 
 
 @cache
 def __getattr__(name: str) -> type[Optimizer]:
-    if name not in _BASES_BY_CLASS:
+    if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, mixin = _BASES_BY_CLASS[name]
-    library = module.partition(".")[0]
+    mixin = _CLASSES[name]
     try:
         with suppress_warnings():
-            base = getattr(import_module(module), name)
+            base = getattr(import_module(f"{mixin.library}.optim"), name)
     except Exception as error:
         raise ConfigError(
-            f"{__name__}.{name} needs {library}, which does not import here: {error}. "
-            f"Type pip install {library} (its wheels are for Linux), or optimizer=adamw."
+            f"{__name__}.{name} needs {mixin.library}, which does not import here: {error}. "
+            f"Type pip install {mixin.library} (its wheels are for Linux), or optimizer=adamw."
         ) from error
-    return type(name, (mixin, base), {"__doc__": base.__doc__, "__module__": __name__})
+    own = signature(base)
+    allowed = {"params", *_RULES}.difference(mixin.unused_keywords)
+    shown = own.replace(parameters=[p for p in own.parameters.values() if p.name in allowed])
+    members = {"__doc__": base.__doc__, "__module__": __name__, "__signature__": shown}
+    return type(name, (mixin, base), members)

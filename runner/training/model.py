@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from inspect import Parameter, signature
+from inspect import signature
 from itertools import chain
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
@@ -52,7 +52,12 @@ from runner.precision.keep_fp32 import find_kept_tensors
 from runner.precision.layers.conv1d import is_packed
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.initial_weights import InitialWeights, load_selected, unpack_weights
+from runner.training.initial_weights import (
+    InitialWeights,
+    load_selected,
+    misfit_reason,
+    unpack_weights,
+)
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
 
@@ -124,35 +129,37 @@ def build_model(
         if isinstance(module, AveragedModel):
             module.requires_grad_(False)
     # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
-    loads_packed = restore_exactly
-    if start is not None and not restore_exactly:
-        loads_packed = bool(precision.layout) and _fits_as_saved(spec, precision, start)
+    packed = None
+    if start is not None and (
+        restore_exactly or (precision.layout and _fits_as_saved(spec, precision, start))
+    ):
+        packed = start
     initial = None
     # Plain weights enter before the conversion, which packs them.
-    if start is not None and not loads_packed:
+    if start is not None and packed is None:
         initial = _load_plain_weights(spec, model, precision, start)
     size = tensor_facts.float32_bytes(model)
     # Layers that were left unconverted hold plain weights in the checkpoint; converted ones would
     # pack them while they are loaded.
-    if start is not None and loads_packed:
+    if packed is not None:
         plan = replace(
             plan,
-            bypassed={**plan.bypassed, **start.content.get("bypassed", {})},
-            expert_layouts={**start.content.get("experts", {}), **plan.expert_layouts},
+            bypassed={**plan.bypassed, **packed.content.get("bypassed", {})},
+            expert_layouts={**packed.content.get("experts", {}), **plan.expert_layouts},
             finds_experts=False,  # the checkpoint names them
         )
     adapter = adapters.build_adapter(spec.adapter)
     notes = _notes_on_parts(model, adapter, plan.expert_layouts)
-    if adapter is not None and not loads_packed:
+    if adapter is not None and packed is None:
         adapter.read_plain_weights(model, plan.bypassed)
     model, report = precision.convert(model, device, plan)
     if adapter is not None:
         adapter.split_experts(model, plan.expert_layouts, plan.finds_experts)
-        add = adapter.add_for_checkpoint if loads_packed else adapter.add
+        add = adapter.add if packed is None else adapter.add_for_checkpoint
         add(model, precision.storage, plan.bypassed)
     # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
-    if start is not None and loads_packed:
-        initial = _load(spec, model, start)
+    if packed is not None:
+        initial = _load(spec, model, packed)
     model = model.to(device)
     # After the adapter, which decides by itself what trains, and before strategies and optimizers.
     if spec.train.freeze:
@@ -166,19 +173,21 @@ def _notes_on_parts(
 ) -> list[str]:
     """Note what a model did to its parts, where training and an adapter obey it; return lines for
     the console."""
-    notes: list[str] = []
+    notes = []
     evaluated = module_tree.note_evaluation_parts(model)
     if evaluated:
         notes.append(
             f"stays in evaluation mode, as the model built it: {fmt.first_names(evaluated)}"
         )
-    left = adapter.note_frozen_parts(model) if adapter is not None else []
+    if adapter is None:
+        return notes
+    left = adapter.note_frozen_parts(model)
     if left:
         notes.append(
             f"the adapter leaves out what the model froze: {fmt.first_names(left)}; "
             f"adapter.modules=[{left[0]}] adds to it"
         )
-    experts = adapter.find_left_experts(model, layouts) if adapter is not None else {}
+    experts = adapter.find_left_experts(model, layouts)
     if experts:
         kind = next(iter(experts)).rpartition(".")[2] or "<stack>"
         notes.append(
@@ -221,9 +230,9 @@ def restore_model(
     """
     # An adapter stays one where weights are packed as in training, or packed in neither: so the
     # run's own precision computes what it computed then. Elsewhere it is merged into the weights.
-    if not _fits_as_saved(spec, precision, saved):
-        spec = replace(spec, adapter={})
     exact = keeps_adapter(spec, precision, saved)
+    if not exact:
+        spec = replace(spec, adapter={})
     return build_model(spec, precision, device, plan, start=saved, restore_exactly=exact)
 
 
@@ -340,14 +349,11 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
             module._buffers[key] = like.clone()
         model.load_state_dict(_unpacked_weights(model, saved), strict=True)
     except (RuntimeError, ValueError, AttributeError) as error:
-        # torch lists each name below a first line that says nothing about this model.
-        lines = str(error).splitlines()
-        reason = lines[1].strip() if len(lines) > 1 else str(error)
         remedy = _model_remedy(saved, node)
         if any(map(is_converted, model.modules())):
             remedy += " For packed weights take its own precision.ignore_modules, too."
         raise ConfigError(
-            f"checkpoint={saved.path} does not fit the model: {reason} {remedy}"
+            f"checkpoint={saved.path} does not fit the model: {misfit_reason(error)} {remedy}"
         ) from error
 
 
@@ -436,7 +442,7 @@ def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.devic
 
 def _lazy_layers(model: nn.Module) -> str:
     """Return the names of the layers that are still lazy, three at most; empty without any."""
-    lazy: list[str] = []
+    lazy = []
     for name, module in model.named_modules():
         tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if any(map(is_lazy, tensors)):
@@ -480,7 +486,7 @@ def starts_random(node: Mapping[str, Any]) -> bool:
         return False  # one of them may be `pretrained`
     if not target.startswith(_KNOWN_PACKAGES):
         return False
-    parameters: Mapping[str, Parameter] = {}
+    parameters = {}
     with suppress(ConfigError, TypeError, ValueError):
         parameters = signature(targets.locate(target)).parameters
     arguments = targets.target_arguments(node)
@@ -582,7 +588,7 @@ def build_sharded_model(
         if _holds_other_meta_tensors(built.model):
             built = build(_CPU, plan)
     sends = makes_once and strategy.rank.world_size > 1
-    values: dict[str, Tensor] = {}
+    values = {}
     if sends and strategy.rank.is_main:
         values = {name: tensor.detach() for name, tensor in named_values(built.model)}
     model = strategy.wrap(built.model, device)

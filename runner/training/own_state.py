@@ -94,6 +94,34 @@ def _unwatched() -> Iterator[None]:
         yield
 
 
+class _Followed:
+    """A place of a model, and a copy of what it held.
+
+    Attributes:
+        place: the place.
+        before: the tensor that was copied; None where the place held none.
+        copied: its copy.
+        bits: the copy as whole numbers.
+        version: of the tensor, when the copy was last known to be that of its values.
+    """
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self.copy(place.tensor)
+
+    def copy(self, now: Tensor | None) -> None:
+        """Copy what the place holds now."""
+        self.copied = None if now is None else now.detach().clone()
+        self.bits = None if self.copied is None else _as_bits(self.copied)
+        # Torch counts no change in inference mode: such a tensor is taken for another one.
+        self.before = self.copied if now is not None and now.is_inference() else now
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Take the copy for that of the tensor's present values."""
+        self.version = getattr(self.before, "_version", 0)
+
+
 class SkippedSteps(StepHook):
     """Undoes what the forwards of a step changed in a model where the loss scale skips the step.
 
@@ -110,29 +138,18 @@ class SkippedSteps(StepHook):
         # A tensor whose version is the same is unchanged, unless the model changes `tensor.data`.
         self._trusts_versions = False
         self._found_inf: Tensor | None = None  # of the last step
-        self._places: list[_Place] | None = None
-        self._before: list[Any] = []
-        self._copies: list[Any] = []
-        self._copied_bits: list[Any] = []
-        self._versions: list[int] = []
+        self._followed: list[_Followed] | None = None
 
-    def _follow(self) -> list[_Place]:
-        """Copy what the model holds now, and return the places."""
-        places: list[_Place] = []
+    def _follow(self) -> list[_Followed]:
+        """Copy what the model holds now."""
+        self._followed = []
         for place in _places(self._model, random_streams.own_tensors(self._model), True):
             # After the first step no attributes: there may be many, which stay None.
             is_none = place.tensor is None
             is_none &= not (self._trusts_versions and "_buffers" in place.members)
             if is_none or self._is_followed(place.tensor):
-                places.append(place)
-        self._places = places
-        self._before = [None for _ in places]
-        self._copies = [*self._before]
-        self._copied_bits = [*self._before]
-        for i, place in enumerate(places):
-            self._copy(i, place.tensor)
-        self._versions = [getattr(before, "_version", 0) for before in self._before]
-        return places
+                self._followed.append(_Followed(place))
+        return self._followed
 
     def end_first_step(self, counts_all: bool) -> None:
         """Follow what the first step has left.
@@ -144,13 +161,6 @@ class SkippedSteps(StepHook):
         self._trusts_versions = counts_all and not self._found_inf
         self._follow()
 
-    def _copy(self, i: int, now: Tensor | None) -> None:
-        copied = None if now is None else now.detach().clone()
-        self._copies[i] = copied
-        self._copied_bits[i] = None if copied is None else _as_bits(copied)
-        # Torch counts no change in inference mode: such a tensor is taken for another one.
-        self._before[i] = copied if now is not None and now.is_inference() else now
-
     def _is_followed(self, tensor: Any) -> bool:
         # The flag is on the model's device; to read it elsewhere would wait.
         return (
@@ -161,32 +171,33 @@ class SkippedSteps(StepHook):
 
     def begin(self, step: int) -> None:
         """Copy what has changed since the last copy."""
-        places = self._follow() if self._places is None else self._places
+        followed = self._follow() if self._followed is None else self._followed
         with _unwatched():
-            for copies, tensors in self._written(places):
+            for copies, tensors in self._written(followed):
                 torch._foreach_copy_(copies, tensors)
-            for i, place in enumerate(places):
-                now = place.tensor
-                if now is not self._before[i] and (now is None or self._is_followed(now)):
-                    self._copy(i, now)
-                self._versions[i] = getattr(self._before[i], "_version", 0)
+            for one in followed:
+                now = one.place.tensor
+                if now is not one.before and (now is None or self._is_followed(now)):
+                    one.copy(now)
+                one.note_version()
 
     def end(self, found_infs: Sequence[Tensor | None]) -> None:
         """Restore the copies where the step of any optimizer is skipped; see StepHook."""
         flags = [flag for flag in found_infs if flag is not None]
         found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        places = self._places
-        assert places is not None  # begin() has found them
+        followed = self._followed
+        assert followed is not None  # begin() has found them
         self._found_inf = found_inf
         with _unwatched():
             # In whole numbers, whose differences are exact and have no NaN; a kernel for all.
-            for copies, tensors in self._written(places):
+            for copies, tensors in self._written(followed):
                 torch._foreach_sub_(tensors, copies)
                 torch._foreach_mul_(tensors, (found_inf == 0).to(tensors[0].dtype))
                 torch._foreach_add_(tensors, copies)
-            for place, before, copied in zip(places, self._before, self._copies, strict=True):
+            for one in followed:
+                place, copied = one.place, one.copied
                 now: Any = place.tensor
-                if now is before:
+                if now is one.before:
                     continue
                 is_alike = self._is_followed(now) and self._is_followed(copied)
                 if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
@@ -196,19 +207,21 @@ class SkippedSteps(StepHook):
                 elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
                     place.members[place.key] = copied
 
-    def _written(self, places: Sequence[_Place]) -> Collection[tuple[list[Tensor], list[Tensor]]]:
+    def _written(
+        self, followed: Sequence[_Followed]
+    ) -> Collection[tuple[list[Tensor], list[Tensor]]]:
         """Return copies and tensors, by dtype and as whole numbers, of the places where the model
         has written since the last copy."""
-        groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for i, place in enumerate(places):
-            tensor = place.tensor
-            if tensor is None or tensor is not self._before[i]:
+        groups = {}
+        for one in followed:
+            tensor = one.place.tensor
+            if tensor is None or tensor is not one.before:
                 continue
-            is_written = place.key in _UNCOUNTED or tensor._version != self._versions[i]
+            is_written = one.place.key in _UNCOUNTED or tensor._version != one.version
             if is_written or not self._trusts_versions:
                 bits = _as_bits(tensor)
                 copies, tensors = groups.setdefault(bits.dtype, ([], []))
-                copies.append(self._copied_bits[i])
+                copies.append(one.bits)
                 tensors.append(bits)
         return groups.values()
 
@@ -280,7 +293,7 @@ def own_hooks(state: TrainState, seed: int = 0) -> list[StepHook]:
         state: of the run.
         seed: of the run, the same in all processes.
     """
-    hooks: list[StepHook] = []
+    hooks = []
     model = state.plain_model
     rule = state.precision.update
     if state.scale.value is not None:
@@ -393,7 +406,7 @@ class OwnState(StepHook):
         covered = {} if updates is None else updates.rule_state
         if updates is not None and not covered:
             self._hooks.remove(updates)
-        patterns: dict[str, str] = {}
+        patterns = {}
         for place, dtype in self._written:
             is_narrow = dtype.itemsize == 2 and dtype.is_floating_point
             if is_narrow and place.name not in covered:
@@ -412,7 +425,7 @@ class OwnState(StepHook):
     def unsaved_attributes(self) -> list[str]:
         """Return the attributes that change between steps and that no checkpoint holds."""
         saved = [*self._model.state_dict().keys()]
-        states: list[Any] = []
+        states = []
         for module in self._model.modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 states.append(module.get_extra_state())

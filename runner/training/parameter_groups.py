@@ -33,10 +33,8 @@ _WHOLE_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "maximiz
 
 def group_settings(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an optimizer's node that divide its parameters; empty for none."""
-    keys = targets.runner_keys("optimizer", targets.locate(node["_target_"])).intersection(
-        targets.GROUP_KEYS
-    )
-    return {key: node[key] for key in sorted(keys) if node.get(key) is not None}
+    values = targets.runner_values("optimizer", node)
+    return {key: values[key] for key in sorted(targets.GROUP_KEYS) if key in values}
 
 
 def matched_names(
@@ -64,7 +62,7 @@ def matched_names(
     # and the output layer to another optimizer.
     linears = [module for module in model.modules() if isinstance(module, linear_classes())]
     linears = [module for module in linears if not isinstance(module, ExpertLayer)]
-    matrices: set[str] = set()
+    matrices = set()
     for name, param in named.items():
         holder, _, parametrized = name.partition(".parametrizations.")
         owner = model.get_submodule(holder if parametrized else name.rpartition(".")[0])
@@ -108,7 +106,7 @@ def divide_parameters(
         ((owners[name], depths.get(name, 0), name in exempt), p) for name, p in named.items()
     )
     last = max(depths.values(), default=0)
-    groups: list[dict[str, Any]] = []
+    groups = []
     for (owner, depth, is_exempt), members in sorted(rows.items()):
         entry = entries[owner] if owner < len(entries) else {}
         options = {name: value for name, value in entry.items() if name not in _OWN_KEYS}
@@ -144,7 +142,7 @@ def _owners(
     named: Mapping[str, nn.Parameter],
 ) -> dict[str, int]:
     """Return the index of each parameter's entry; their number for those that none names."""
-    owners: dict[str, int] = {}
+    owners = {}
     for i, entry in enumerate(entries):
         match = entry["match"]
         matches = matched_names(f"{key}.groups", match, named, model)
@@ -196,11 +194,11 @@ def _depths(key: str, model: nn.Module) -> dict[str, int]:
             "members of one class, in a ModuleList, ModuleDict or Sequential, that hold modules of "
             f"their own. Type {key}.groups=[{{match: <pattern>, lr: <rate>}}] instead."
         )
-    depth_of_block: dict[int, int] = {}
+    depth_of_block = {}
     for depth, block in enumerate(blocks, 1):
         for p in block.parameters():
             depth_of_block.setdefault(id(p), depth)
-    depths: dict[str, int] = {}
+    depths = {}
     depth = 0
     for name, p in model.named_parameters():
         # What is registered between two blocks belongs to the one before it.
@@ -307,8 +305,8 @@ def entry_options(node: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
     """Return one line about the groups of parameters that settings made; empty without any."""
-    tensors: dict[str, int] = {}
-    rates: dict[str, float] = {}
+    tensors = {}
+    rates = {}
     exempt = 0
     every = 0
     for scheduled in optimizers:

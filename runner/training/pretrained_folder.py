@@ -85,7 +85,7 @@ def write_pretrained(
     plain_model = _with_weights(model, plain, node)
     folder.mkdir(parents=True, exist_ok=True)
     plain_model.save_pretrained(folder)
-    copied: dict[str, Path] = {}
+    copied = {}
     left_out = []
     for source in beside:
         for pattern in _BESIDE:
@@ -124,8 +124,8 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     plain = unpack_weights(model, plain)
     layers = lora_layers(model)
-    changed: dict[str, Tensor] = {}
-    experts: set[str] = set()
+    changed = {}
+    experts = set()
     for stack in expert_stacks(model):
         if stack.layers[0] in layers:
             experts.update(stack.layers)
@@ -306,7 +306,7 @@ def _expert_tensors(
     experts are outermost in the one and innermost in the other; of several stacked weights of a
     module the last one is wrapped last.
     """
-    named: dict[str, Tensor] = {}
+    named = {}
     for index, stack in enumerate(stacks):
         module = stack.name.rpartition(".")[0]
         if not module:
@@ -329,7 +329,7 @@ def _modules_in_full(model: nn.Module) -> list[str]:
     Raises:
         ValueError: a parameter of the model itself trains.
     """
-    modules: dict[str, None] = {}
+    modules = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_" not in name:
             module = name.rpartition(".")[0].removesuffix("base_layer").rstrip(".")

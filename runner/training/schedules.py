@@ -7,6 +7,7 @@ A schedule has `step()`, called after each applied optimizer step, and may have
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, signature
+from itertools import pairwise
 from typing import Any
 
 from torch.optim import Optimizer
@@ -119,11 +120,7 @@ def warmup_steps(node: Mapping[str, Any], steps: int) -> int:
     Raises:
         ConfigError: it is neither.
     """
-    if node.get("_target_") and "warmup" not in targets.runner_keys(
-        "scheduler", targets.locate(node["_target_"])
-    ):
-        return 0  # the schedule's own
-    length = node.get("warmup")
+    length = targets.runner_values("scheduler", node).get("warmup")
     if length is None:
         return 0
     is_count = isinstance(length, int) and not isinstance(length, bool) and length >= 0
@@ -197,17 +194,13 @@ def _build(
         # One rate for all would undo optimizer.groups and optimizer.layer_decay.
         if base and isinstance(rate, int | float) and any(other != base for other in rates):
             filled[keyword] = [rate * other / base for other in rates]
-    nested = node.get("schedulers")  # as SequentialLR takes them
-    parts: list[Mapping[str, Any]] = []
-    if isinstance(nested, list):
-        parts = [part for part in nested if isinstance(part, Mapping) and part.get("_target_")]
-    if parts:
+    parts = node.get("schedulers")  # as SequentialLR takes them
+    if isinstance(parts, list):
         # The steps between milestones, or all of the run.
         lengths = [steps] * len(parts)
         milestones = node.get("milestones")
         if isinstance(milestones, list) and len(milestones) == len(parts) - 1:
-            pairs = zip([0, *milestones], [*milestones, steps], strict=True)
-            lengths = [max(1, end - begin) for begin, end in pairs]
+            lengths = [max(1, end - begin) for begin, end in pairwise([0, *milestones, steps])]
         rows = enumerate(zip(parts, lengths, strict=True))
         filled["schedulers"] = [
             _build(f"{key}.schedulers.{i}", part, optimizer, length, rates)
@@ -285,7 +278,7 @@ def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequenc
         schedule.load_state_dict(saved)
         schedule = schedule.schedule
         saved = saved["schedule"]
-    settings: dict[str, Any] = {}
+    settings = {}
     if isinstance(schedule, EvaluationSchedule):
         schedule = schedule.schedule
         settings = {k: value for k, value in vars(schedule).items() if k in current_keys}
@@ -357,7 +350,7 @@ def describe_schedule(schedule: Any, steps: int, quality: str, direction: str) -
         quality: name of the task's quality.
         direction: max or min, whichever of it is the best.
     """
-    words: list[str] = []
+    words = []
     if isinstance(schedule, WarmUp):
         words.append(f"the learning rate warms up for {schedule.steps} of {steps} steps")
         schedule = schedule.schedule

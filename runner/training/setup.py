@@ -29,7 +29,7 @@ from runner.core import (
     targets,
     tensor_facts,
 )
-from runner.core.loop.state import EvaluatedWeights, sparse_parameters
+from runner.core.loop.state import sparse_parameters
 from runner.core.policy.gradients import finish_gradients
 from runner.core.policy.precision import NO_PLAN
 from runner.precision.weight_updates import Nearest
@@ -73,16 +73,15 @@ def parameters_by_optimizer(
             *(f"optimizer.{k} belongs to one of {names}. Type optimizer.<name>.{k}." for k in stray)
         )
     free = dict(named)
-    shares: list[tuple[str, Mapping[str, Any], list[nn.Parameter]]] = []
+    shares = []
     for key, part in optimizer_nodes(node):
         matched = matched_names(f"{key}.match", part.get("match"), named, model)
-        share = {name: p for name, p in free.items() if name in matched}
+        share = {name: free.pop(name) for name in [*free] if name in matched}
         if not share:
             raise ConfigError(
                 f"{key}.match={part.get('match')} takes no parameter of the model. "
                 f"Left for it: {fmt.first_names([*free]) or 'none'}."
             )
-        free = {name: p for name, p in free.items() if name not in share}
         shares.append((key, part, list(share.values())))
     # A parameter without an optimizer would stay at its initial value, unnoticed.
     if free:
@@ -100,10 +99,7 @@ def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     """
     if "_target_" in node:
         return [("optimizer", node)]
-    nodes: list[tuple[str, Mapping[str, Any]]] = []
-    for name, part in node.items():
-        if isinstance(part, Mapping):
-            nodes.append((f"optimizer.{name}", part))
+    nodes = [(f"optimizer.{k}", part) for k, part in node.items() if isinstance(part, Mapping)]
     # One that takes every parameter comes last, or it would leave none to the others. Checkpoints
     # hold the optimizers in this order.
     return sorted(nodes, key=lambda item: item[1].get("match") is None)
@@ -155,7 +151,7 @@ def build_optimizer(
     if not getattr(target, "wide_embeddings", False):
         return _in_training_mode(targets.build_group(key, node, params))
     wide = {id(p) for p in embeddings}
-    divided: list[dict[str, Any]] = []
+    divided = []
     for group in groups:
         low_bit_params = [p for p in group["params"] if id(p) not in wide]
         wide_params = [p for p in group["params"] if id(p) in wide]
@@ -223,7 +219,7 @@ def build_scheduled_optimizers(
     # evaluations of one step.
     clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
     scales = precision.scale(torch.device("cpu")).value is not None
-    scheduled: list[ScheduledOptimizer] = []
+    scheduled = []
     for key, node, params in shares:
         groups = divide_parameters(key, node, model, params)
         optimizer = _build_checked(key, node, groups, embeddings, sparse)
@@ -305,9 +301,7 @@ def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
         ConfigError: the name of the dtype is not known.
     """
     # A class with a parameter of that name gets the value itself.
-    if "state_dtype" not in targets.runner_keys("optimizer", targets.locate(node["_target_"])):
-        return None
-    name = node.get("state_dtype")
+    name = targets.runner_values("optimizer", node).get("state_dtype")
     if name is None:
         return None
     if not isinstance(name, str) or name not in STATE_DTYPES:
@@ -330,19 +324,15 @@ def describe_state_dtypes(
         if dtype is None:
             continue
         name = type(scheduled.optimizer).__name__
-        yield (
-            f"{key}.state_dtype: {name} keeps its state in {tensor_facts.dtype_name(dtype)}, "
-            "and computes its "
-            "steps in float32"
-        )
+        kept = tensor_facts.dtype_name(dtype)
+        place = f"{key}.state_dtype"
+        yield f"{place}: {name} keeps its state in {kept}, and computes its steps in float32"
         stuck = stuck_averages(dtype, scheduled.optimizer)
         if stuck:
             yield (
-                f"warning: {key}.state_dtype={tensor_facts.dtype_name(dtype)}: with "
-                f"{', '.join(stuck)} a step "
-                "takes less from a running average than half a unit of its last place, so that it "
-                "never falls. Type smaller ones, as DeepSeek-V3's betas=[0.9,0.95], or "
-                f"{key}.state_dtype=null."
+                f"warning: {place}={kept}: with {', '.join(stuck)} a step takes less from a "
+                "running average than half a unit of its last place, so that it never falls. Type "
+                f"smaller ones, as DeepSeek-V3's betas=[0.9,0.95], or {place}=null."
             )
 
 
@@ -472,14 +462,14 @@ def build_state(
     spec = setup.spec
     precision = setup.precision
     wrapped = model
-    optimizers: list[ScheduledOptimizer] = []
+    optimizers = []
     if total_steps is not None:
         if not setup.strategy.shards:
             wrapped = setup.strategy.wrap(model, setup.device)
         direction = setup.task.direction
         optimizers = build_scheduled_optimizers(spec, model, precision, total_steps, direction)
     plain_optimizers = [part.optimizer for part in optimizers]
-    evaluated: EvaluatedWeights | None = None
+    evaluated = None
     if optimizers and spec.train.ema is not None:
         evaluated = WeightAverage(model, [part.params for part in optimizers], spec.train.ema)
     elif any(map(has_modes, plain_optimizers)):

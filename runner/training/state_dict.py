@@ -241,7 +241,7 @@ def checkpoint_state_dict(
     if names and "class_names" in stored_spec["data"]:
         stored_spec["data"]["class_names"] = names
     model = state.plain_model
-    average: dict[str, Any] = {}
+    average = {}
     if state.evaluated is not None:
         state.release_weights()
         average = {AVERAGE_KEY: state.evaluated.state_dict()}
@@ -287,9 +287,9 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
         ConfigError: the checkpoint's optimizers are not this run's.
     """
     content = saved.content
-    notes = dict[str, None]()  # a set in order: several optimizers report one change once
+    notes = []
     theirs = content["spec"]
-    old_dtypes: dict[int, torch.dtype] = {}  # in the checkpoint, by the parameter's id
+    old_dtypes = {}  # in the checkpoint, by the parameter's id
     for name, parameter in state.plain_model.named_parameters():
         weight = content["model"].get(name)
         if isinstance(weight, Tensor):
@@ -321,14 +321,13 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             if content.get("planned_steps") != scheduled.planned_steps:
                 is_new_schedule |= schedules.follows_run_length(spec.scheduler)
                 if theirs["scheduler"] == spec.scheduler:
-                    notes |= dict.fromkeys(_own_length(scheduled, spec.scheduler))
-            optimizer_notes = _load_optimizer(
+                    notes += _own_length(scheduled, spec.scheduler)
+            notes += _load_optimizer(
                 scheduled.optimizer, optimizer, old_dtypes, is_new_schedule, had_rules
             )
-            notes |= dict.fromkeys(optimizer_notes)
             if is_new_schedule:
                 taken = schedules.taken_steps(scheduler, is_same, applied_steps)
-                notes |= dict.fromkeys(_begin_schedule(scheduled, taken, is_same))
+                notes.append(_begin_schedule(scheduled, taken, is_same))
                 continue
             if scheduled.scheduler is not None:
                 before = theirs["scheduler"]
@@ -342,7 +341,7 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
             "with the optimizer that it was trained with, or type init.weights=<it> to start a new "
             "run from its weights."
         ) from error
-    return list(notes)
+    return [*dict.fromkeys(notes)]  # several optimizers report one change once
 
 
 def _changed_hyperparameters(
@@ -354,7 +353,7 @@ def _changed_hyperparameters(
         (old, new) by the hyperparameter's name, in the order in which optimizers are built.
     """
     saved = dict(optimizer_nodes(theirs))
-    changes: list[dict[str, tuple[Any, Any]]] = []
+    changes = []
     for name, node in optimizer_nodes(ours):
         changed = {key: (saved[name].get(key), value) for key, value in node.items()}
         changes.append({key: pair for key, pair in changed.items() if pair[0] != pair[1]})
@@ -378,7 +377,7 @@ def _load_optimizer(
         had_rules: the checkpoint's run chose the dtype of its state, by a rule or by its name.
 
     Returns:
-        A sentence for each pair of dtypes that state was cast between, and for what was dropped.
+        A sentence for each tensor that was cast, and for what was dropped; one may be there twice.
     """
     saved, dropped = drop_foreign_state(optimizer, saved)
     groups = []
@@ -391,7 +390,7 @@ def _load_optimizer(
         ours = {key: fresh[key] for key in keys}
         groups.append({**group, **ours})
     optimizer.load_state_dict({**saved, "param_groups": groups})
-    casts = set[tuple[torch.dtype, torch.dtype]]()
+    notes = []
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     # torch casts all state to the dtype of its parameter. That would round state which was wider
     # on purpose, so each tensor is set again from the checkpoint.
@@ -408,19 +407,13 @@ def _load_optimizer(
             is_cast = follows_parameter and before != p.dtype and key not in _FLOAT32_COUNTERS
             dtype = p.dtype if is_cast else kept_dtype(optimizer, key, value, p, had_rules)
             if dtype != value.dtype:
-                casts.add((value.dtype, dtype))
+                names = map(tensor_facts.dtype_name, (value.dtype, dtype))
+                notes.append(f"the optimizer's state is cast from {' to '.join(names)}")
             if loaded[key].dtype != dtype:
                 loaded[key] = value.clone().to(loaded[key].device, dtype)
-    notes: list[str] = []
-    for old, new in casts:
-        notes.append(
-            f"the optimizer's state is cast from {tensor_facts.dtype_name(old)} to "
-            f"{tensor_facts.dtype_name(new)}"
-        )
     for key in sorted(dropped):
-        notes.append(
-            f"the checkpoint's {key.replace('_', ' ')}s are dropped: precision.update has changed"
-        )
+        kind = key.replace("_", " ")
+        notes.append(f"the checkpoint's {kind}s are dropped: precision.update has changed")
     return notes
 
 
@@ -439,9 +432,7 @@ def _own_length(scheduled: ScheduledOptimizer, node: Mapping[str, Any]) -> list[
     ]
 
 
-def _begin_schedule(
-    scheduled: ScheduledOptimizer, applied_steps: int, is_longer: bool
-) -> list[str]:
+def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int, is_longer: bool) -> str:
     """Advance a schedule to the step of the run, where the checkpoint's own is another one.
 
     Args:
@@ -450,7 +441,7 @@ def _begin_schedule(
         is_longer: whether the run's length alone makes it another one.
     """
     if scheduled.scheduler is None:
-        return [f"the learning rate is constant at {scheduled.lr:g}: the checkpoint had a schedule"]
+        return f"the learning rate is constant at {scheduled.lr:g}: the checkpoint had a schedule"
     if not 0 <= applied_steps <= _MAX_REPLAYED_STEPS:
         raise ValueError(f"it counts {applied_steps} steps")
     # Stepped and not computed: schedules of any class define their rates by step() alone. torch
@@ -466,7 +457,7 @@ def _begin_schedule(
     reason = "is not the checkpoint's schedule"
     if is_longer:
         reason = f"follows the run's length of {scheduled.planned_steps} steps"
-    return [f"{name} {reason}: it is taken up at its step {applied_steps}"]
+    return f"{name} {reason}: it is taken up at its step {applied_steps}"
 
 
 def _apply_hyperparameters(

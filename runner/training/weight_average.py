@@ -67,7 +67,7 @@ class WeightAverage(EvaluatedWeights, StepHook):
                 self._weights[0] += [buffer for buffer in buffers if buffer is not None]
         self._averages: list[list[Tensor]] = []
         for part in self._weights:
-            averages: list[Tensor] = []
+            averages = []
             for weight in part:
                 # Below float32 most updates of an average are rounded away.
                 dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -86,7 +86,7 @@ class WeightAverage(EvaluatedWeights, StepHook):
             # The weights and their averages, in the same memory layout. Once: a walk over the
             # tensors costs host time in every step, and train.channels_last changes layouts after
             # the average was made.
-            views: list[_Views] = []
+            views = []
             for weights, averages in zip(self._weights, self._averages, strict=True):
                 is_narrow = False
                 for i, (weight, average) in enumerate(zip(weights, averages, strict=True)):
@@ -136,7 +136,7 @@ class WeightAverage(EvaluatedWeights, StepHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names that the model's state dict has; not copied."""
-        weights: dict[str, Tensor] = {}
+        weights = {}
         for weight, average in zip(chain(*self._weights), self.tensors(), strict=True):
             for name in self._names[id(weight)]:
                 weights[name] = average

@@ -22,7 +22,7 @@ from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.segmentation.lraspp import LRASPP
 
 from runner.core.loop.task import Task
-from runner.training.tasks.totals import mean, stack, wide
+from runner.training.tasks.tensor_task import mean, stack, wide
 
 TOKENS = 64
 LENGTH = 12

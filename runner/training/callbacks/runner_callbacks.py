@@ -48,7 +48,7 @@ class MetricLogger(RunCallback):
         self._has_logged_optimizer_memory = False
 
     def on_steps(self, records: Steps, run: RunHandle) -> None:
-        points: list[MetricRecord] = []
+        points = []
         for record in records:
             points += self._scale_changes(record)
             points.append((record.step, record.time_ms, tracker_values(record)))

@@ -102,8 +102,8 @@ def build_user_callbacks(nodes: Mapping[str, Any]) -> dict[str, RunCallback]:
     Raises:
         ConfigError: a target refuses its arguments, or returns something else.
     """
-    built: dict[str, RunCallback] = {}
-    problems: list[str] = []
+    built = {}
+    problems = []
     for name, node in nodes.items():
         key = f"callbacks.{name}"
         built[name] = targets.build_group(key, node)

@@ -261,7 +261,7 @@ def _on_cpu(model: nn.Module) -> nn.Module:
         return model
     # Tensors are copied straight to the CPU: a second model may not fit on the device. A subclass
     # of Tensor may hold more than its numbers, and is copied by its own __deepcopy__.
-    copies: dict[int, Any] = {}
+    copies = {}
     for tensor in tensors:
         if type(tensor) in (Tensor, nn.Parameter):
             copies[id(tensor)] = tensor.detach().to(tensor_facts.CPU_DEVICE)

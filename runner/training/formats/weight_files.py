@@ -107,7 +107,7 @@ def _read_shards(index: Path) -> WeightFile:
         raise _refusal(
             index, f"names {len(names)} files, of which {len(missing)} are missing: {lacking}", ""
         )
-    weights: dict[str, Any] = {}
+    weights = {}
     for name in names:
         part = _read_file(index.parent / name)
         weights |= part.weights if part else {}

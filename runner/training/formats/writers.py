@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -20,9 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from runner.core import Strategy, checkpoint_file, errors, files
 from runner.core.record import sharded_tensors
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 TensorKey = tuple[str | int, ...]
 """Place of a tensor in the content: the keys and indices that lead to it."""
@@ -86,7 +83,7 @@ class AsyncCheckpointWriter:
             self._write(content, best)
             self._wait_for_thread()
             return
-        deferred: list[CopyPair] = []
+        deferred = []
         # A device's tensors are not deferred: the device copies them in the order of its stream,
         # so that the loop's next kernels cannot overtake the copy.
         deferrable = {
@@ -171,7 +168,7 @@ class AsyncCheckpointWriter:
         """
         # Weights that layers share are one tensor in the content's copy, too, so that the file
         # holds them once.
-        copies: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+        copies = {}
         on_device = False
 
         def copy(value: Any, key: TensorKey) -> Any:
@@ -286,9 +283,9 @@ class ShardedCheckpointWriter:
         path = checkpoint_file.checkpoint_path(self.folder, content["step"])
         shards = checkpoint_file.shards_folder(path)
         draft = shards.with_suffix(".partial")
-        sharded: dict[str, DTensor] = {}
+        sharded = {}
         content_without_shards = sharded_tensors.extract_shards(dict(content), sharded)
-        checksums: sharded_tensors.Checksums = {}
+        checksums = {}
         reason = None
         try:
             checksums = sharded_tensors.write_shards(draft, sharded)
@@ -299,7 +296,7 @@ class ShardedCheckpointWriter:
         if self.strategy.rank.is_main:
             reason = next((failure for failure, _ in outcomes if failure), None)
             if reason is None:
-                all_checksums: sharded_tensors.Checksums = {}
+                all_checksums = {}
                 for _, part in outcomes:
                     all_checksums |= part
                 complete = {**content_without_shards, "parts": all_checksums}

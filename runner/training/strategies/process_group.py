@@ -115,7 +115,7 @@ class ProcessGroupStrategy(Strategy):
 
     def gather_object(self, value: Any) -> list[Any]:
         # torch takes a list on the receiving process, and None on the others.
-        values: list[Any] | None = None
+        values = None
         if self.rank.is_main:
             values = [None] * self.rank.world_size
         dist.gather_object(value, values, group=self._control)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from runner.core import ConfigError
 from runner.core.loop.task import IGNORED
-from runner.training.tasks.tensor_task import TensorTask
-from runner.training.tasks.totals import (
+from runner.training.tasks.tensor_task import (
+    TensorTask,
     class_metrics,
     class_totals,
     count_labels,
@@ -110,8 +110,6 @@ class Binary(TensorTask):
     -100 does not count. Logits [B, 1] fit targets [B], too."""
 
     takes = "logits in the shape of the targets, which are 0 or 1"
-    quality = "val/loss"
-    direction = "min"
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
         """Return the mean binary cross entropy per label, in nats, or the loss of task.loss.

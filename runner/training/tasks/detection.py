@@ -6,32 +6,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core import ConfigError, Task
+from runner.core import ConfigError
 from runner.data.detection import DetectionLayout
-from runner.training.tasks.totals import labels_out_of_range, mean, stack
+from runner.training.tasks.model_loss import ModelLoss, loss_terms
+from runner.training.tasks.tensor_task import labels_out_of_range
 
 
-class Detection(Task):
+class Detection(ModelLoss):
     """The sum of the losses that the model returns for (images, targets), as torchvision's
     detection models do in training mode.
 
     Each loss is recorded in every step as train/<name>, before it is weighted. An evaluation
     computes the same sum: the model is in training mode but for normalisations and dropout, see
-    training/loop.py. Each image weighs alike.
+    core/loop/loop.py. Each image weighs alike.
 
     Args:
         loss_weights: what a loss is multiplied by, by its name; 1 where it has none.
-        inputs: fields of a dict batch that the model takes besides the target; None for all.
-        target: the field of a dict batch that holds the targets; None looks for labels, label,
-            targets, target.
+        inputs, target: see FieldTask.
 
     Raises:
         ConfigError: a weight is no number from 0 on.
     """
 
-    quality = "val/loss"
-    direction = "min"
-    passes_target = True
     layout = DetectionLayout
     evaluates_losses = True
 
@@ -42,8 +38,7 @@ class Detection(Task):
         target: str | None = None,
     ) -> None:
         self.loss_weights = dict(loss_weights or {})
-        self.input_fields = None if inputs is None else tuple(inputs)
-        self.target_field = target
+        super().__init__(inputs, target)
         for name, weight in self.loss_weights.items():
             if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
                 raise ConfigError(
@@ -56,8 +51,8 @@ class Detection(Task):
         Raises:
             ConfigError: the output is no dict of losses, or lacks one that has a weight.
         """
-        values = [*output.values()] if isinstance(output, Mapping) else []
-        if not values or not all(isinstance(v, Tensor) and v.numel() == 1 for v in values):
+        losses = loss_terms(output)
+        if not losses:
             kind = type(output).__name__
             if isinstance(output, Mapping):
                 kind += f" with the keys {', '.join(map(str, output))}"
@@ -72,23 +67,10 @@ class Detection(Task):
                 f"task.loss_weights names {', '.join(unknown)}, and the model returns "
                 f"{', '.join(map(str, output))}."
             )
-        losses = {name: value.reshape(()) for name, value in output.items()}
-        weighted: list[Tensor] = []
-        for name, value in losses.items():
-            weight = self.loss_weights.get(name)
-            weighted.append(value if weight is None else value * weight)
+        weighted = [value * self.loss_weights.get(name, 1) for name, value in losses.items()]
         return sum(weighted[1:], weighted[0]), losses
-
-    def totals(self, output: Any, target: Any) -> Tensor:
-        """Return [the loss times the images of the batch, its images]."""
-        loss, _ = self.loss(output, target)
-        return stack(loss * len(target), len(target))
 
     def misplaced(self, target: Any, classes: int) -> Tensor:
         """Return bool [B], which images have a box whose label is no class."""
         wrong = [labels_out_of_range(one["labels"].reshape(1, -1), classes) for one in target]
         return torch.cat(wrong)
-
-    def summarise(self, totals: list[float]) -> dict[str, float]:
-        """Return val/loss, the mean over the images."""
-        return {"val/loss": mean(*totals)}

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.core.loop.task import IGNORED
-from runner.training.tasks.tensor_task import TensorTask
-from runner.training.tasks.totals import (
+from runner.training.tasks.tensor_task import (
+    TensorTask,
     class_metrics,
     class_totals,
     count_labels,
@@ -26,8 +26,6 @@ class Language(TensorTask):
     """
 
     takes = "logits [B, T, V]"
-    quality = "val/loss"
-    direction = "min"
 
     def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, V] and the tokens [B, T] that they predict.

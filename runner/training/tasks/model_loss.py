@@ -1,18 +1,23 @@
 """The loss that the model itself returns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConfigError, Task
-from runner.training.tasks.tensor_task import part_of, scalar_losses
-from runner.training.tasks.totals import counted_positions, mean, stack
+from runner.core import ConfigError
+from runner.training.tasks.tensor_task import (
+    FieldTask,
+    counted_positions,
+    part_of,
+    scalar_losses,
+    stack,
+)
 
 
-class ModelLoss(Task):
+class ModelLoss(FieldTask):
     """The loss that the model returns for inputs and labels, as Hugging Face's models do.
 
     The model is given the target among its inputs. Each example weighs alike: a model that averages
@@ -20,26 +25,12 @@ class ModelLoss(Task):
     (task=causal_lm, ...).
 
     Args:
-        inputs: fields of a dict batch that the model takes besides the target; None for all.
-        target: the field of a dict batch that holds the target; None looks for labels, label,
-            targets, target.
-        output: key, attribute or place of the loss in the model's output; None takes a scalar as
-            it is, `loss` of an output that has it, and the sum of a dict of losses.
+        inputs, target: see FieldTask.
+        output: see FieldTask; None takes a scalar as it is, `loss` of an output that has it, and
+            the sum of a dict of losses.
     """
 
-    quality = "val/loss"
-    direction = "min"
     passes_target = True
-
-    def __init__(
-        self,
-        inputs: Sequence[str] | None = None,
-        target: str | None = None,
-        output: str | int | None = None,
-    ) -> None:
-        self.input_fields = None if inputs is None else tuple(inputs)
-        self.target_field = target
-        self.output_field = output
 
     def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """Return the model's loss, a scalar, with the other losses that it returns by their names.
@@ -65,9 +56,7 @@ class ModelLoss(Task):
             return output
         if field is None and isinstance(output, Mapping) and "loss" not in output:
             # Detection models return the terms of their loss by name.
-            terms = [*output.values()]
-            are_losses = all(isinstance(term, Tensor) and term.numel() == 1 for term in terms)
-            return sum(terms) if are_losses else None
+            return sum(loss_terms(output).values())
         if isinstance(field, int):
             # Hugging Face's outputs are mappings whose values have places, too.
             with suppress(LookupError):
@@ -100,6 +89,9 @@ class ModelLoss(Task):
             return counted_positions(logits, target)
         return logits, target
 
-    def summarise(self, totals: list[float]) -> dict[str, float]:
-        """Return val/loss, the mean over the examples."""
-        return {"val/loss": mean(*totals)}
+
+def loss_terms(output: Any) -> dict[str, Tensor]:
+    """Return the losses of a model that returns nothing else, by name; of another output, none."""
+    terms = output if isinstance(output, Mapping) else {}
+    are_losses = all(isinstance(term, Tensor) and term.numel() == 1 for term in terms.values())
+    return {name: term.reshape(()) for name, term in terms.items() if are_losses}

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.precision.casting import cast_tensor
-from runner.training.tasks.tensor_task import TensorTask
-from runner.training.tasks.totals import mean, stack, wide
+from runner.training.tasks.tensor_task import TensorTask, stack, wide
 
 
 class Regression(TensorTask):
@@ -16,8 +15,6 @@ class Regression(TensorTask):
     error is squared by its magnitude."""
 
     takes = "numbers in the shape of the target, both real or both complex"
-    quality = "val/loss"
-    direction = "min"
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the squared error, averaged over all elements, or the loss of task.loss.
@@ -47,10 +44,6 @@ class Regression(TensorTask):
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of the output and the targets, in one shape [B, ...]."""
         return self.select(output), target
-
-    def summarise(self, totals: list[float]) -> dict[str, float]:
-        """Return val/loss, the mean squared error."""
-        return {"val/loss": mean(*totals)}
 
     def _numbers(self, output: Any, target: Tensor) -> Tensor:
         numbers = self.select(output)

@@ -9,8 +9,13 @@ from torch.nn import functional as F
 
 from runner.core import ConfigError
 from runner.core.loop.task import IGNORED
-from runner.training.tasks.tensor_task import TensorTask
-from runner.training.tasks.totals import class_metrics, class_totals, counted_positions, mean
+from runner.training.tasks.tensor_task import (
+    TensorTask,
+    class_metrics,
+    class_totals,
+    counted_positions,
+    mean,
+)
 
 
 class Segmentation(TensorTask):

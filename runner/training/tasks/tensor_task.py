@@ -1,5 +1,6 @@
-"""The base of the built-in tasks, whose loss takes one tensor of the model's output."""
+"""The bases of the built-in tasks, and the sums that they add up over an evaluation's batches."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -8,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from runner.core import ConfigError, Task, tensor_facts
 from runner.core.loop.task import IGNORED
-from runner.training.tasks.totals import count_labels, labels_out_of_range, mean
 
 _PACKAGE = "runner.training.tasks."
 
@@ -55,13 +56,12 @@ class TrainingLoss:
 
     def labels(self, target: Tensor) -> Tensor:
         """Return what the mean divides by: the labels that count, or the sum of their weights."""
-        weight = _class_weights(self.loss)
-        if weight is None:
+        loss = self.loss
+        if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss.weight is None:
             return count_labels(target)
         # Labels are counted before the first forward has moved the loss.
-        self._move(target.device, weight.dtype)
-        weight = _class_weights(self.loss)
-        assert weight is not None
+        self._move(target.device, loss.weight.dtype)
+        weight = loss.weight
         # Into range: the forward says better than an index which weights are missing.
         inside = target.clamp(0, len(weight) - 1)
         counted = weight[inside].masked_fill(target == IGNORED, 0)
@@ -74,11 +74,6 @@ class TrainingLoss:
         if isinstance(self.loss, nn.Module):
             self.loss.to(device, dtype)
         self._place = (device, dtype)
-
-
-def _class_weights(loss: object) -> Tensor | None:
-    """Return the weights of the classes by which a loss of torch divides; None without."""
-    return loss.weight if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
 
 
 def _check(loss: object) -> None:
@@ -130,16 +125,42 @@ def _name(loss: object) -> str:
     return str(getattr(loss, "__name__", type(loss).__name__))
 
 
-class TensorTask(Task):
-    """A task whose loss takes one tensor of the model's output, and whose batches may have fields.
+class FieldTask(Task):
+    """A task whose batches and outputs may have fields, and whose metric is the loss.
 
     Args:
-        inputs: fields of a dict batch that the model takes; None for all but the target. They name
-            the inputs of a tuple batch, in its order.
+        inputs: fields of a dict batch that the model takes besides the target; None for all. They
+            name the inputs of a tuple batch, in its order.
         target: the field of a dict batch that holds the target; None looks for labels, label,
             targets, target.
-        output: key or attribute of the model's output, or place in a tuple (from 0), that the loss
-            takes; None takes a tensor as it is, and the logits of any other output.
+        output: key or attribute of the model's output, or place in it (from 0), that the loss
+            takes; None leaves it to the task.
+    """
+
+    quality = "val/loss"
+    direction = "min"
+
+    def __init__(
+        self,
+        inputs: Sequence[str] | None = None,
+        target: str | None = None,
+        output: str | int | None = None,
+    ) -> None:
+        self.input_fields = None if inputs is None else tuple(inputs)
+        self.target_field = target
+        self.output_field = output
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss, the mean of [summed loss, count]."""
+        return {"val/loss": mean(*totals)}
+
+
+class TensorTask(FieldTask):
+    """A task whose loss takes one tensor of the model's output.
+
+    Args:
+        inputs, target: see FieldTask.
+        output: see FieldTask; None takes a tensor as it is, and the logits of any other output.
         loss: function or nn.Module of (output, target) that training minimises, see TrainingLoss;
             None for the task's own. val/loss is this loss, and val/plain_loss the task's own.
     """
@@ -154,9 +175,7 @@ class TensorTask(Task):
         output: str | int | None = None,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        self.input_fields = None if inputs is None else tuple(inputs)
-        self.target_field = target
-        self.output_field = output
+        super().__init__(inputs, target, output)
         self.training_loss = None if loss is None else TrainingLoss(loss)
 
     def minimised(self, output: Tensor, target: Tensor, otherwise: Callable[..., Tensor]) -> Tensor:
@@ -268,3 +287,67 @@ def part_of(output: Any, field: str | int) -> Any:
     if isinstance(output, tuple | list) and isinstance(field, int):
         return output[field] if -len(output) <= field < len(output) else None
     return getattr(output, field, None) if isinstance(field, str) else None
+
+
+def count_labels(target: Tensor) -> Tensor:
+    """Return how many of the labels torch's cross entropy averages over: int64 []."""
+    return (target != IGNORED).sum()
+
+
+def counted_positions(predictions: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return predictions [N, C] and classes int64 [N] of the positions whose labels count.
+
+    On a GPU the host waits for their number.
+
+    Args:
+        predictions: [..., C].
+        target: integers [...] of the same shape without C.
+    """
+    counted = (target != IGNORED).flatten()
+    return predictions.flatten(0, -2)[counted], target.flatten()[counted]
+
+
+def labels_out_of_range(target: Tensor, classes: int) -> Tensor:
+    """Return bool [B], which examples of integers [B, ...] have one that is no class."""
+    # IGNORED is below 0 and no error: cross entropy leaves it out.
+    wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
+    return wrong.reshape(len(target), -1).any(1)
+
+
+def class_totals(logits: Tensor, target: Tensor) -> Tensor:
+    """Return [summed cross entropy in nats, correct predictions, labels that count]: float64 [3].
+
+    Args:
+        logits: [B, C, ...].
+        target: classes int64 [B, ...].
+    """
+    losses = F.cross_entropy(logits, target, reduction="none").to(wide(logits))
+    correct = (logits.argmax(1) == target).sum()
+    return stack(losses.sum(), correct, count_labels(target))
+
+
+def class_metrics(totals: list[float]) -> dict[str, float]:
+    """Return val/loss in nats and val/accuracy in [0, 1], from the sums of class_totals."""
+    loss, correct, count = totals
+    return {"val/loss": mean(loss, count), "val/accuracy": mean(correct, count)}
+
+
+def stack(*sums: Tensor | int) -> Tensor:
+    """Stack sums into one vector [K] on the device of the first, without a sync."""
+    # new_full() fills in the host's numbers on the device without a wait for it, which a copy of a
+    # host tensor would need.
+    first = sums[0]
+    assert isinstance(first, Tensor)
+    dtype = wide(first)
+    parts = [s if isinstance(s, Tensor) else first.new_full((), s, dtype=dtype) for s in sums]
+    return torch.stack([part.to(dtype) for part in parts])
+
+
+def wide(like: Tensor) -> torch.dtype:
+    """Return the dtype in which sums are added up: the widest float of the tensor's device."""
+    return tensor_facts.widest_float(like.device)
+
+
+def mean(total: float, count: float) -> float:
+    """Return total / count; NaN if nothing was counted."""
+    return total / count if count else math.nan

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.core.loop.task import Task
-from runner.training.tasks import totals
+from runner.training.tasks import tensor_task
 
 FILES = sorted((Path(__file__).parents[3] / "conf" / "task").glob("*.yaml"))
 
@@ -30,5 +30,5 @@ def test_sums_are_single_on_mps_only():
     class OnMps:
         device = torch.device("mps")
 
-    assert totals.wide(OnMps()) == torch.float32
-    assert totals.wide(torch.zeros(1)) == torch.float64
+    assert tensor_task.wide(OnMps()) == torch.float32
+    assert tensor_task.wide(torch.zeros(1)) == torch.float64
