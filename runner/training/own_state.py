@@ -111,7 +111,7 @@ class _Followed:
 
     def copy(self, now: Tensor | None) -> None:
         """Copy what the place holds now."""
-        self.copied = None if now is None else now.detach().clone()
+        self.copied: Any = None if now is None else now.detach().clone()
         self.bits = None if self.copied is None else _as_bits(self.copied)
         # Torch counts no change in inference mode: such a tensor is taken for another one.
         self.before = self.copied if now is not None and now.is_inference() else now
