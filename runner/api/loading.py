@@ -1,6 +1,5 @@
 """Load runs and sweeps that have ended, from their folders or from MLflow."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
     """
     path = Path(where)
     if not (path_exists(str(where)) and path.is_dir()):
-        return _load_from_store(str(where), resolve_uri(uri, os.environ, Path.cwd()))
+        return _load_from_store(str(where), resolve_uri(uri))
     if (path / layout.MANIFEST).is_file():
         data = load_from_folder(path)
         jobs = []

@@ -3,7 +3,6 @@
 The writer process uploads each journal, as it does while a run trains.
 """
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,11 +10,9 @@ from pathlib import Path
 
 from runner.config.commands import SYNC
 from runner.core import journals, secrets, signature
-from runner.tracking import pending
-from runner.tracking.journal_status import JournalStatus
-from runner.tracking.upload_state import UploadState
+from runner.tracking.upload_state import JournalStatus, UploadState, journal_state, journal_store
 from runner.tracking.uri import check_store, resolve_uri
-from runner.tracking.writer_process import WriterProcess
+from runner.tracking.writer_process import MAX_JOURNALS_PER_WRITER, WriterProcess, find_journals
 
 IDLE_TIMEOUT_SECONDS = 30.0
 """Seconds without progress after which the remaining uploads count as failed."""
@@ -41,22 +38,22 @@ def sync(argv: Sequence[str]) -> int:
     experiment = arguments.values.get("tracking.experiment")
     uri = arguments.values.get("tracking.uri")
     if uri is not None:
-        uri = resolve_uri(uri, os.environ, Path.cwd())
+        uri = resolve_uri(uri)
         check_store(uri)
     # A run may be in several of the typed folders: a dict holds its journal once.
     states = {}
     for folder in folders:
-        for path in pending.find_journals(folder):
-            state = pending.journal_state(path)
-            store = pending.journal_store(path)
+        for path in find_journals(folder):
+            state = journal_state(path)
+            store = journal_store(path)
             moves = state == "stored" and uri and store and store.uri != uri
             states[path] = "pending" if moves else state
     counts = Counter(states.values())
     # The process of a run that is training uploads its journal itself.
     remaining = [path for path, state in states.items() if state not in ("stored", "training")]
     uploaded = 0
-    for first in range(0, len(remaining), pending.MAX_JOURNALS_PER_WRITER):
-        chunk = remaining[first : first + pending.MAX_JOURNALS_PER_WRITER]
+    for first in range(0, len(remaining), MAX_JOURNALS_PER_WRITER):
+        chunk = remaining[first : first + MAX_JOURNALS_PER_WRITER]
         uploaded += _upload(sorted(chunk), uri, experiment)
     failed = len(remaining) - uploaded
     print(
@@ -97,7 +94,7 @@ def _prepare(path: Path, uri: str | None, experiment: str | None) -> str | None:
 
     A run that its store has already keeps its experiment while it stays in that store.
     """
-    store = pending.journal_store(path)
+    store = journal_store(path)
     old_uri = store.uri if store else ""
     if uri is None and store and not store.is_users:
         # Whoever wrote the journal would get this user's token.
@@ -155,7 +152,7 @@ def _is_busy(status: JournalStatus) -> bool:
 
     A writer whose call fails unlocks the journal until its next try, so an outage ends this state.
     """
-    return status.state.sending_file or pending.journal_state(status.journal) == "sending"
+    return status.state.sending_file or journal_state(status.journal) == "sending"
 
 
 def _outcome(one: JournalStatus) -> str:
@@ -174,7 +171,7 @@ def _outcome(one: JournalStatus) -> str:
             status = record["status"]
     if state.run_id is None:
         return "nothing was recorded"
-    store = pending.journal_store(one.journal)
+    store = journal_store(one.journal)
     uri = store.uri if store else ""
     without = f"; left out: {state.first_error}" if state.first_error else ""
     place = f"{secrets.redact(uri)} as run {state.run_id}"

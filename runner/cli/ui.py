@@ -14,8 +14,8 @@ import psutil
 
 from runner.config.commands import UI
 from runner.core import ConfigError, secrets, stop_signals
-from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri
+from runner.tracking.writer_process import upload_in_background
 
 FIRST_PORT = 5000
 LAST_PORT = 5100
@@ -35,9 +35,9 @@ def ui(argv: Sequence[str]) -> int:
         TrackingError: the store does not answer.
     """
     given = UI.parse(argv).values
-    uri = resolve_uri(given.get("tracking.uri"), os.environ, Path.cwd())
+    uri = resolve_uri(given.get("tracking.uri"))
     port = _port(given.get("port"))
-    name = resolve_experiment(given.get("tracking.experiment"), os.environ)
+    name = resolve_experiment(given.get("tracking.experiment"))
     base = secrets.redact(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
     print(f"store: {secrets.redact(uri)}")
     upload_in_background(Path("outputs"))

@@ -19,5 +19,5 @@ To follow the record of a sweep's job to MLflow, read in this order: tracker.py 
 record), mlflow.py (a record becomes a line), journal.py (the file), writer_process.py (the sweep
 finds it, starts and watches the writer), writer/writer_main.py (the writer's loop),
 writer/uploader.py (one journal, batch by batch), writer/store.py (the calls to MLflow),
-upload_state.py and journal_status.py (the way back).
+upload_state.py (the way back).
 """

@@ -267,8 +267,6 @@ def tags_to_set(
         metrics: names that runs log, added to those of an existing dashboard.
         sweep: whose dashboard is set, too.
     """
-    if not is_supported(version):
-        return {}
     views = {VIEW_TAG_PREFIX + DASHBOARD_KEY: SweepView("", None, DASHBOARD_NAME)}
     if sweep:
         views[VIEW_TAG_PREFIX + sweep_key(sweep.sweep_id)] = sweep
@@ -277,19 +275,25 @@ def tags_to_set(
     shown_metrics = set(metrics) & set().union(*charted)
     new_tags: dict[str, str] = {}
     for tag, view in views.items():
-        old = existing.get(tag)
-        old_state = unpack_state(old) if old else None
+        old = existing.get(tag, "")
+        old_state = unpack_state(old)
         mark = _mark(old_state)
         # Runs of one experiment log different metrics; a later one must not remove the charts of
         # an earlier one.
-        known = shown_metrics | set(mark["metrics"] if mark else ())
+        marked = set(mark["metrics"]) if mark else set()
+        known = shown_metrics | marked
         state = dashboard_state(view.parent, known)
         # Only the sweep's own run knows what the sweep varies; its jobs keep the grouping.
         state["groupBy"] = group_state(view.swept_keys) or (old_state or state).get("groupBy")
         name = view.name[:_MAX_NAME_CHARACTERS]
         new = dashboard_tag(state, version, time_ms, name, known)
-        # A view without our mark is a user's, or was changed by one.
-        if not old or (mark and _is_outdated(mark, known, old, new)):
+        # A server that was upgraded, or downgraded, reads the other form.
+        form_differs = old.startswith(_PACKED_PREFIX) != new.startswith(_PACKED_PREFIX)
+        # A view without our mark is a user's, or was changed by one. A newer runner's charts stay:
+        # two versions that share a store would replace each other's.
+        age = CHARTS_VERSION - mark["version"] if mark else -1
+        is_outdated = age > 0 or (age == 0 and (form_differs or known != marked))
+        if not old or is_outdated:
             new_tags[tag] = new
     note = dashboard_note(experiment_id, {**existing, **new_tags})
     old_note = existing.get(NOTE_TAG) or ""
@@ -328,16 +332,6 @@ def unpack_state(text: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error, binascii.Error):
         return None
     return state if isinstance(state, dict) else None
-
-
-def _is_outdated(mark: Mapping[str, Any], known: set[str], old: str, new: str) -> bool:
-    """Return whether our dashboard in the tag's value `old`, with this mark, becomes `new`."""
-    # A newer runner's charts stay: two versions that share a store would replace each other's.
-    if mark["version"] != CHARTS_VERSION:
-        return mark["version"] < CHARTS_VERSION
-    # A server that was upgraded, or downgraded, reads the other form.
-    form_differs = old.startswith(_PACKED_PREFIX) != new.startswith(_PACKED_PREFIX)
-    return known != set(mark["metrics"]) or form_differs
 
 
 def _mark(state: dict[str, Any] | None) -> dict[str, Any] | None:

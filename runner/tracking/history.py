@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from runner.core import files, journals, layout
 from runner.core.record.metric_names import LOSS_SCALE_CHANGES
 from runner.data.unpacked_size import MAX_UNPACKED_BYTES
-from runner.tracking.upload_state import RefusedError
+from runner.tracking.uri import RefusedError
 
 if TYPE_CHECKING:
     import pandas

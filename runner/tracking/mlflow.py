@@ -29,9 +29,13 @@ from runner.core.config.schema import leaves
 from runner.core.record.record_lines import NOTE_TAG, MetricRecord, Status, StopRequested
 from runner.core.record.tracker import RunPage
 from runner.tracking import dashboard
-from runner.tracking.journal_status import JournalStatus
 from runner.tracking.notes import page_note
-from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE, UploadState, stored_run_id
+from runner.tracking.upload_state import (
+    STORE_SIGNATURE_PURPOSE,
+    JournalStatus,
+    UploadState,
+    read_state,
+)
 from runner.tracking.uri import check_store, resolve_experiment, resolve_experiment_id, resolve_uri
 from runner.tracking.writer_process import WriterProcess, shared_writer
 
@@ -96,9 +100,9 @@ class MlflowTracker(Tracker):
                 f"tracking.system_metrics={system_metrics}: samples are seconds apart, more than "
                 "0. Type for example tracking.system_metrics=10, or null for none."
             )
-        self.uri = resolve_uri(uri, os.environ, Path.cwd())
-        self.experiment = resolve_experiment(experiment, os.environ)
-        self.experiment_of_env = resolve_experiment_id(experiment, uri, os.environ, Path.cwd())
+        self.uri = resolve_uri(uri)
+        self.experiment = resolve_experiment(experiment)
+        self.experiment_of_env = resolve_experiment_id(experiment, uri)
         self.run_name = run_name
         # Hydra reads the dots of tracking.tags.ci.job=4711 as levels of a mapping.
         named = {name: value for name, value in leaves(tags or {}) if value != {}}
@@ -153,7 +157,7 @@ class MlflowTracker(Tracker):
         self.note(page_note(page))
 
     def stored_id(self, journal: Path) -> str | None:
-        return stored_run_id(journal)
+        return read_state(journal).run_id
 
     def inputs(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         self._open_journal().append("inputs", datasets=list(datasets))
@@ -367,7 +371,7 @@ def _parent_tag(uri: str) -> dict[str, str]:
     parents_uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not parent or not parents_uri:
         return {}
-    is_same_store = resolve_uri(parents_uri, os.environ, Path.cwd()) == uri
+    is_same_store = resolve_uri(parents_uri) == uri
     return {"mlflow.parentRunId": parent} if is_same_store else {}
 
 

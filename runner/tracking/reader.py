@@ -19,8 +19,13 @@ from runner.core import ConfigError, errors, fmt, journals, layout, secrets, sup
 from runner.tracking import dashboard
 from runner.tracking.dashboard import REPORT_PAGE, SweepView, run_path
 from runner.tracking.history import Curve, read_history
-from runner.tracking.upload_state import short_cause
-from runner.tracking.uri import active_experiment, check_artifact_place, resolve_uri, sqlite_path
+from runner.tracking.uri import (
+    active_experiment,
+    check_artifact_place,
+    resolve_uri,
+    short_cause,
+    sqlite_path,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
@@ -78,8 +83,7 @@ class Reader:
             if not make:
                 raise ConfigError(
                     f"There is no store at {secrets.redact(uri)}: nothing was logged there yet. "
-                    "Type "
-                    "tracking.uri=... for another store."
+                    "Type tracking.uri=... for another store."
                 )
             with suppress_warnings():
                 from runner.tracking.writer.store import Store
@@ -167,22 +171,17 @@ class Reader:
             TrackingError: it could not be fetched, or it is not known whether the run has it.
         """
         try:
-            self._check_artifact_place(run_id)
-            with tempfile.TemporaryDirectory() as folder, suppress_warnings():
-                return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
-        except Exception as error:
-            # The error does not show whether the artifact is missing: each kind of artifact store
-            # has its own for that, some the same one as for an outage. The list of artifacts does.
-            reason = _redacted_cause(error)
-            try:
-                if path not in self.artifacts(run_id, path.rpartition("/")[0]):
-                    return None
-            except errors.TrackingError as outage:
-                reason = short_cause(str(outage))
+            # The list shows whether the artifact is missing: each kind of artifact store has an
+            # error of its own for that, some the same one as for an outage.
+            if path not in self.artifacts(run_id, path.rpartition("/")[0]):
+                return None
+            with tempfile.TemporaryDirectory() as folder:
+                file = self._ask(lambda: self.client.download_artifacts(run_id, path, folder))
+                return Path(file).read_bytes()
+        except (errors.TrackingError, OSError) as error:
             raise errors.TrackingError(
                 f"the artifact {path} of run {run_id} in {secrets.redact(self.uri)} could not "
-                "be fetched: "
-                f"{reason}"
+                f"be fetched: {short_cause(str(error))}"
             ) from error
 
     def artifact_or_notice(self, run_id: str, path: str) -> bytes | None:
@@ -282,11 +281,8 @@ class Reader:
 
     def _check_artifact_place(self, run_id: str) -> None:
         """Raise TrackingError for a run whose artifacts are in no place of the store."""
-
-        def place() -> str:
-            return str(self.client.get_run(run_id).info.artifact_uri)
-
-        self._ask(lambda: check_artifact_place(self.uri, run_id, place))
+        place = partial(self.client.get_run, run_id)
+        self._ask(lambda: check_artifact_place(self.uri, run_id, lambda: place().info.artifact_uri))
 
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""
@@ -294,15 +290,11 @@ class Reader:
             with suppress_warnings():
                 return call()
         except Exception as error:
+            # Redacted before it is shortened: half of a secret fits no pattern.
+            cause = short_cause(secrets.redact(str(error)))
             raise errors.TrackingError(
-                f"{secrets.redact(self.uri)} cannot be read: {_redacted_cause(error)}"
+                f"{secrets.redact(self.uri)} cannot be read: {cause}"
             ) from error
-
-
-def _redacted_cause(error: Exception) -> str:
-    """Return the cause of an error, without secrets."""
-    # Redacted before it is shortened: half of a secret fits no pattern.
-    return short_cause(secrets.redact(str(error)))
 
 
 def _stored_run(run: "Run") -> StoredRun:
@@ -312,9 +304,9 @@ def _stored_run(run: "Run") -> StoredRun:
         run.info.run_name or "",
         run.info.status,
         run.info.start_time or 0,
-        dict(run.data.metrics),
-        dict(run.data.tags),
-        dict(run.data.params),
+        run.data.metrics,
+        run.data.tags,
+        run.data.params,
         run.info.lifecycle_stage,
     )
 
@@ -330,7 +322,7 @@ def folder_of_run(run_id: str, tracking_uri: str | None, key: str = "checkpoint"
     Raises:
         ConfigError: the store has no such run.
     """
-    uri = resolve_uri(tracking_uri, os.environ, Path.cwd())
+    uri = resolve_uri(tracking_uri)
     run = None
     with suppress(ConfigError, errors.TrackingError):
         run = Reader(uri).run(run_id)

@@ -3,7 +3,6 @@
 The names of the columns are an interface that docs/sweeps.md lists: add names, do not change them.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -186,9 +185,9 @@ def ui_command(uri: str | None, experiment: str) -> str:
     """Return the command that serves the pages of a store without a server."""
     words = ["python", "-m", "runner", "ui"]
     # Only what differs from the defaults is shown: a short command is easier to copy.
-    if uri and uri != secrets.redact(resolve_uri(None, os.environ, Path.cwd())):
+    if uri and uri != secrets.redact(resolve_uri(None)):
         words.append(f"tracking.uri={uri}")
-    if experiment and experiment != resolve_experiment(None, os.environ):
+    if experiment and experiment != resolve_experiment(None):
         words.append(f"tracking.experiment={experiment}")
     return terminal.quote_command(words)
 

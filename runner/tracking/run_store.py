@@ -12,8 +12,7 @@ from urllib.parse import quote
 from runner.config.trusted_targets import folder_config
 from runner.core import ConfigError, Invocation, RunSpec, errors, fmt, secrets, signature, torchrun
 from runner.core import journals as journal
-from runner.tracking.pending import JournalStore, journal_store
-from runner.tracking.upload_state import UploadState
+from runner.tracking.upload_state import JournalStore, UploadState, journal_store
 from runner.tracking.uri import resolve_uri, sqlite_path
 
 MLFLOW_TARGET = "runner.tracking.mlflow.MlflowTracker"
@@ -169,10 +168,9 @@ def _chosen_uri(typed: str | None, last: JournalStore, what: str = "run") -> str
     Raises:
         ConfigError: the journal's store is neither this command's own nor signed by this user.
     """
-    here = Path.cwd()
     if typed:
-        return resolve_uri(typed, os.environ, here)
-    default = resolve_uri(None, os.environ, here)
+        return resolve_uri(typed)
+    default = resolve_uri(None)
     if _is_same_store(default, last.uri):
         return default  # its credentials are today's, the journal's may have changed since
     if last.signed_by_user:

@@ -3,19 +3,26 @@
 Fourth stage of the way that runner/tracking/__init__.py describes, and the only way back: the
 writer saves the state after each answer of the store; the trainer, sweeps, `runner sync`, resume
 and reports read it.
+
+Nothing is sent to the trainer, and no thread listens, so a warning appears when the trainer next
+asks: MlflowTracker.check is called with every block.
 """
 
 import fcntl
 import json
+import logging
 import os
-import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, NamedTuple
 
 from runner.core import files, journals, signature
+from runner.tracking.uri import is_configured_store
+
+log = logging.getLogger(__name__)
 
 STORE_SIGNATURE_PURPOSE = "store"
 """Purpose of the signature of a store's URI, in a journal and in its state."""
@@ -23,34 +30,21 @@ _TEXT_BYTES = 500
 """Upper bound on each text for the user, so that all fields fit into the file."""
 _TEXTS = ("outage", "refusal", "failure", "first_error")
 _MAX_NOTICES = 3
-_MAX_CAUSE_CHARACTERS = 400
 
+OUTAGE_SECONDS = 30.0
+"""Seconds without an answer of the store after which the user is warned."""
+_FILE_PATIENCE_FACTOR = 30
+"""How much longer a wait may last while a file is being uploaded: a file reports no progress."""
+_STOPPED_SECONDS = 4.0
+"""Upper bound on waiting for the store after a stop signal: batch systems kill after about 10 s."""
+_RETRY_SECONDS = 5.0
+"""Upper bound on waiting once an earlier wait has failed: time for one more attempt."""
+_SILENT_SECONDS = 5.0
+"""Seconds after which a wait is announced."""
+_POLL_SECONDS = 0.05
 
-class RefusedError(Exception):
-    """The store refuses a call; a retry would get the same answer.
-
-    Args:
-        message: for the log and the user.
-        of_store: the store, or a gateway before it, would refuse any call: a password is wrong.
-    """
-
-    def __init__(self, message: str, of_store: bool = False) -> None:
-        super().__init__(message)
-        self.of_store = of_store
-
-
-class UnreachableError(Exception):
-    """The store cannot answer now.
-
-    Args:
-        message: for the log and the user.
-        doubtful: the answer may also be a refusal. A server whose connection pool is used up
-            answers BAD_REQUEST.
-    """
-
-    def __init__(self, message: str, doubtful: bool = False) -> None:
-        super().__init__(message)
-        self.doubtful = doubtful
+_last_wait_failed = False
+"""Whether the last run of this process to wait for its store gave up."""
 
 
 # The fields are the keys of the file.
@@ -243,24 +237,203 @@ def _shorten(text: str | None) -> str | None:
     return text
 
 
-def stored_run_id(journal: Path) -> str | None:
-    """Return the store's id of a journal's run; None if the store never opened it."""
+def read_state(journal: Path) -> UploadState:
+    """Return the state in a journal's state file; an empty one where no whole state is there."""
     state = UploadState(journal)
     state.read()
-    return state.run_id
+    return state
 
 
-def short_cause(message: str) -> str:
-    """Return the operating system's error in a message, else its first line, without the SQL.
+JournalState = Literal["stored", "training", "sending", "refused", "pending"]
 
-    A store's error is often a long chain of connection errors.
+
+def journal_state(journal: Path) -> JournalState:
+    """Return the state of a journal's upload.
+
+    Returns:
+        "stored": nothing is missing in the store. "training": the process that writes it runs.
+        "sending": a writer is uploading it. "refused": its store has refused the run. "pending":
+        none of these, so it waits to be uploaded.
     """
-    error = re.search(r"\[Errno -?\d+\] [\w ]+", message)
-    if error:
-        return error.group()
-    certificate = re.search(r"certificate verify failed[^('\"]*", message)
-    if certificate:
-        remedy = "type MLFLOW_TRACKING_SERVER_CERT_PATH=<file of the server's certificate>"
-        return f"{certificate.group().strip()}; {remedy}"
-    # SQLAlchemy puts the statement and its values on the lines after the first.
-    return message.partition("\n")[0][:_MAX_CAUSE_CHARACTERS]
+    state = read_state(journal)
+    # The trainer of an empty journal may be about to lock it; there is nothing to upload anyway.
+    if state.done or journal.stat().st_size == 0:
+        return "stored"
+    if journals.has_live_owner(journal):
+        return "training"
+    if state.is_locked():
+        return "sending"
+    return "refused" if state.refused else "pending"
+
+
+class JournalStore(NamedTuple):
+    """The store that a journal is uploaded to.
+
+    Attributes:
+        path: of the journal.
+        uri: of its store, absolute, with the credentials that it was given.
+        run_id: of its run there; None where the store has never opened it.
+        experiment: name of the run's experiment.
+        signed_by_user: the URI is signed by this user.
+        fully_uploaded: all of it is stored.
+    """
+
+    path: Path
+    uri: str
+    run_id: str | None
+    experiment: str | None
+    signed_by_user: bool
+    fully_uploaded: bool
+
+    @property
+    def is_users(self) -> bool:
+        """Return whether this user has named the store, which may then get the user's credentials.
+
+        It is signed with the user's key, or it is the store of this command's environment.
+        """
+        return self.signed_by_user or is_configured_store(self.uri)
+
+
+def journal_store(path: Path) -> JournalStore | None:
+    """Return the store of one journal; None where it names none, as a damaged one does."""
+    start = next((record for record, _ in journals.read_records(path)), {})
+    progress = read_state(path)
+    if isinstance(progress.uri, str):
+        # The journal was moved: the state names its store, and its start the one before.
+        uri = progress.uri
+        signed = progress.signature
+    else:
+        uri = start.get("uri")
+        signed = start.get("signature")
+    if not isinstance(uri, str) or not uri:
+        return None
+    experiment = progress.experiment or start.get("experiment")
+    return JournalStore(
+        path,
+        uri,
+        progress.run_id if isinstance(progress.run_id, str) else None,
+        experiment if isinstance(experiment, str) else None,
+        signature.is_signed(STORE_SIGNATURE_PURPOSE, uri, signed),
+        progress.done,
+    )
+
+
+class JournalStatus:
+    """One journal's upload, as last read from its state file.
+
+    Args:
+        journal: its path.
+
+    Attributes:
+        state: the writer's state as last read.
+        progress_at: time.monotonic() of the last sign of progress.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self.journal = journal
+        self.state = UploadState(journal)
+        self.progress_at = time.monotonic()
+        self._outage_shown = False
+        self._error_shown = False
+        self._notices_shown = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the writer has finished with the journal: stored it, or given it up."""
+        return self.state.done or bool(self.state.refusal or self.state.failure)
+
+    def refresh(self) -> None:
+        """Read the state file again."""
+        before = self.state
+        state = UploadState(self.journal)
+        if not state.read():
+            return
+        self.state = state
+        if (state.offset, state.run_id) != (before.offset, before.run_id) or self.is_closed:
+            self.progress_at = time.monotonic()
+
+    def warn(self) -> None:
+        """Show the user what is new in the state; a refusal is the tracker's to report."""
+        state = self.state
+        for notice in state.notices[self._notices_shown :]:
+            log.warning(notice)
+        self._notices_shown = len(state.notices)
+        if state.first_error and not self._error_shown:
+            self._error_shown = True
+            log.warning("%s The records are kept in %s.", state.first_error, self.journal)
+        if state.outage is None:
+            if self._outage_shown:
+                self._outage_shown = False
+                log.warning("The tracking store answers again; the records kept meanwhile follow.")
+            return
+        seconds = time.time() - (state.outage_since or time.time())
+        if seconds > OUTAGE_SECONDS and not self._outage_shown:
+            self._outage_shown = True
+            log.warning(
+                "No answer from the tracking store for %d s: %s. Training continues; the records "
+                "are kept in %s and are uploaded when the store answers. What is missing when the "
+                "run has ended, `python -m runner sync` uploads.",
+                seconds,
+                state.outage,
+                self.journal,
+            )
+
+    def wait(
+        self,
+        patience: float,
+        stopped: Callable[[], bool],
+        store: str,
+        keep_writer_alive: Callable[[], str | None],
+    ) -> bool:
+        """Wait until the journal is stored; announce it if that takes long.
+
+        Gives up after `patience` seconds without progress, or thirty times as many while a file is
+        being uploaded; after a few seconds once the run is asked to stop.
+
+        Args:
+            patience: seconds; 0 does not wait.
+            stopped: returns whether the run was asked to stop; called repeatedly.
+            store: the store's name in the announcement.
+            keep_writer_alive: restarts a dead writer, and returns why no writer runs any more;
+                called repeatedly.
+
+        Returns:
+            Whether everything is stored.
+        """
+        global _last_wait_failed
+        # The runs of one process must not all wait for a server that is gone.
+        patience = min(patience, _RETRY_SECONDS) if _last_wait_failed else patience
+        started_at = self.progress_at = time.monotonic()
+        stop_deadline = float("inf")
+        is_announced = False
+        while True:
+            failure = keep_writer_alive()
+            self.refresh()
+            if self.is_closed or failure:
+                break
+            now = time.monotonic()
+            if stopped():
+                stop_deadline = min(stop_deadline, now + min(patience, _STOPPED_SECONDS))
+            longest = patience * (_FILE_PATIENCE_FACTOR if self.state.sending_file else 1)
+            if now >= stop_deadline or now >= self.progress_at + longest:
+                break
+            if not is_announced and now - started_at > _SILENT_SECONDS:
+                is_announced = True
+                log.warning(self.waiting_message(store, patience))
+            time.sleep(_POLL_SECONDS)
+        self.warn()
+        # With patience=0 nothing was waited for, so nothing failed.
+        _last_wait_failed = patience > 0 and not self.is_closed
+        return self.state.done
+
+    def waiting_message(self, store: str, patience: float) -> str:
+        """Return the message shown while the end of a run waits for its upload."""
+        if self.state.outage:
+            return (
+                f"Uploading the last records to {store}: no answer yet ({self.state.outage}). "
+                f"Gives up after {patience:.0f} s without one; `python -m runner sync` then "
+                "uploads the rest."
+            )
+        percent = 100 * self.state.offset // max(1, self.journal.stat().st_size)
+        progress = f" ({percent} % done)" if percent else ""
+        return f"Uploading the last records to {store}{progress} ..."

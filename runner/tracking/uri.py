@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from runner.core import ConfigError, files, secrets
-from runner.tracking.upload_state import RefusedError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -33,20 +32,51 @@ _ID = re.compile(r"(m-)?[0-9a-f]{32}")
 """Ids that MLflow gives to runs and to logged models."""
 _RESERVED = re.compile(r"[%?#\x00-\x1f\x7f]")
 """Characters of a folder's name that mean something else in a URI."""
+_MAX_CAUSE_CHARACTERS = 400
 
 
-def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
+class RefusedError(Exception):
+    """The store refuses a call; a retry would get the same answer.
+
+    Args:
+        message: for the log and the user.
+        of_store: the store, or a gateway before it, would refuse any call: a password is wrong.
+    """
+
+    def __init__(self, message: str, of_store: bool = False) -> None:
+        super().__init__(message)
+        self.of_store = of_store
+
+
+class UnreachableError(Exception):
+    """The store cannot answer now.
+
+    Args:
+        message: for the log and the user.
+        doubtful: the answer may also be a refusal. A server whose connection pool is used up
+            answers BAD_REQUEST.
+    """
+
+    def __init__(self, message: str, doubtful: bool = False) -> None:
+        super().__init__(message)
+        self.doubtful = doubtful
+
+
+def resolve_uri(
+    uri: str | None, env: Mapping[str, str] = os.environ, cwd: Path | None = None
+) -> str:
     """Return the URI of the store, absolute so that the working directory may change later.
 
     Args:
         uri: from the config; None takes MLFLOW_TRACKING_URI, then
             sqlite:///<cwd>/outputs/mlflow.db.
         env: environment variables.
-        cwd: working directory.
+        cwd: working directory; None for that of the process.
 
     Raises:
         ConfigError: for a URI that no installed MLflow store can serve.
     """
+    here = (cwd or Path.cwd()).absolute()
     if uri == "":
         raise ConfigError("tracking.uri= is empty. Type tracking.uri=<store>, or leave it out.")
     store_uri = uri or env.get("MLFLOW_TRACKING_URI") or "sqlite:///outputs/mlflow.db"
@@ -65,24 +95,22 @@ def resolve_uri(uri: str | None, env: Mapping[str, str], cwd: Path) -> str:
         path, mark, query = rest.removeprefix("/").partition("?")
         if not path or path == ":memory:":
             raise ConfigError(
-                f"{source}={secrets.redact(store_uri)}: a store in memory is lost when its "
-                "process ends. "
-                "Type a file: tracking.uri=sqlite:///outputs/mlflow.db."
+                f"{source}={shown}: a store in memory is lost when its process ends. Type a file: "
+                "tracking.uri=sqlite:///outputs/mlflow.db."
             )
-        absolute = sqlite_uri(cwd.absolute() / unquote(path))
+        absolute = sqlite_uri(here / unquote(path))
         if "+" in prefix:
             absolute = prefix + absolute[absolute.index(":") :]
         return f"{absolute}{mark}{query}"
     if scheme in ("", "file"):
         if env.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
             raise ConfigError(
-                f"{source}={secrets.redact(store_uri)} is a folder, and MLflow no longer keeps "
-                "runs in "
-                "plain folders. Type a database or a server: "
-                "tracking.uri=sqlite:///outputs/mlflow.db or tracking.uri=http://host:5000."
+                f"{source}={shown} is a folder, and MLflow no longer keeps runs in plain folders. "
+                "Type a database or a server: tracking.uri=sqlite:///outputs/mlflow.db or "
+                "tracking.uri=http://host:5000."
             )
         folder = unquote(urlsplit(store_uri).path) if scheme else store_uri
-        return (cwd.absolute() / folder).as_uri()
+        return (here / folder).as_uri()
     if scheme in ("http", "https") and not _names_server(store_uri):
         raise ConfigError(f"{source}={shown} names no server. Type for example http://host:5000.")
     if scheme not in _SCHEMES:
@@ -100,7 +128,7 @@ def is_configured_store(uri: str) -> bool:
     """Return whether a URI is that of the store of this command's environment."""
     # Compared as they are: parsers differ on the host of a URI that is made to deceive them.
     with suppress(ConfigError):
-        return uri == resolve_uri(None, os.environ, Path.cwd())
+        return uri == resolve_uri(None)
     return False
 
 
@@ -133,18 +161,17 @@ def check_artifact_place(store: str, owner: str, place: Callable[[], str]) -> No
     if is_wrong:
         raise RefusedError(
             f"it names {secrets.redact(uri)} for the files of {owner}, which is no place of "
-            "MLflow's for "
-            "them. Type tracking.uri=<the server of these runs>"
+            "MLflow's for them. Type tracking.uri=<the server of these runs>"
         )
 
 
-def resolve_experiment(name: str | None, env: Mapping[str, str]) -> str:
+def resolve_experiment(name: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Return the experiment's name: the config's, else MLFLOW_EXPERIMENT_NAME, else ours."""
     return name or env.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
 
 
 def resolve_experiment_id(
-    name: str | None, uri: str | None, env: Mapping[str, str], cwd: Path
+    name: str | None, uri: str | None, env: Mapping[str, str] = os.environ, cwd: Path | None = None
 ) -> str | None:
     """Return MLFLOW_EXPERIMENT_ID if nothing gives a name, else None.
 
@@ -152,16 +179,15 @@ def resolve_experiment_id(
         name: the config's experiment.
         uri: the config's store.
         env: environment variables; mlflow.set_experiment sets MLFLOW_EXPERIMENT_ID.
-        cwd: working directory.
+        cwd: working directory; None for that of the process.
     """
     if name or env.get("MLFLOW_EXPERIMENT_NAME"):
         return None
     # Ids belong to one store, so the variable does not count if MLFLOW_TRACKING_URI names another.
     store_of_id = env.get("MLFLOW_TRACKING_URI")
-    if store_of_id and uri:
-        without = {key: value for key, value in env.items() if key != "MLFLOW_TRACKING_URI"}
-        if resolve_uri(uri, without, cwd) != resolve_uri(store_of_id, without, cwd):
-            return None
+    is_given = store_of_id and uri
+    if is_given and resolve_uri(uri, env, cwd) != resolve_uri(store_of_id, env, cwd):
+        return None
     return env.get("MLFLOW_EXPERIMENT_ID") or None
 
 
@@ -222,9 +248,8 @@ def _check_writable(folder: Path, file: Path, uri: str) -> None:
             return
         raise ConfigError(
             f"The store {secrets.redact(uri)} cannot be opened: {file}: "
-            f"{files.os_error_reason(error)}. Type "
-            "tracking.uri=sqlite:///<a file that can be written>, or tracking=none to store "
-            "nothing."
+            f"{files.os_error_reason(error)}. Type tracking.uri=sqlite:///<a file that can be "
+            "written>, or tracking=none to store nothing."
         ) from error
 
 
@@ -242,8 +267,7 @@ def _check_driver(uri: str) -> None:
     except (ArgumentError, ImportError) as error:
         raise ConfigError(
             f"The store {secrets.redact(uri)} cannot be opened: {error}. Install the package, "
-            "or name the "
-            "driver that you have in the URI, for example postgresql+psycopg2://."
+            "or name the driver that you have in the URI, for example postgresql+psycopg2://."
         ) from error
 
 
@@ -281,3 +305,19 @@ def _names_server(uri: str) -> bool:
         return bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port in letters, half an IPv6 address
         return False
+
+
+def short_cause(message: str) -> str:
+    """Return the operating system's error in a message, else its first line, without the SQL.
+
+    A store's error is often a long chain of connection errors.
+    """
+    error = re.search(r"\[Errno -?\d+\] [\w ]+", message)
+    if error:
+        return error.group()
+    certificate = re.search(r"certificate verify failed[^('\"]*", message)
+    if certificate:
+        remedy = "type MLFLOW_TRACKING_SERVER_CERT_PATH=<file of the server's certificate>"
+        return f"{certificate.group().strip()}; {remedy}"
+    # SQLAlchemy puts the statement and its values on the lines after the first.
+    return message.partition("\n")[0][:_MAX_CAUSE_CHARACTERS]

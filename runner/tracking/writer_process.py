@@ -3,25 +3,41 @@
 Second stage of the way that runner/tracking/__init__.py describes. The writer (writer_main.py in
 runner/tracking/writer) reads journal paths from its stdin, its only message. It answers through the
 state files of the journals only, so nothing here waits for the store.
+
+A journal is pending after a power cut, after a SIGKILL of both the trainer and its writer, or after
+a long outage of the store. The next command that finds the journal uploads it without waiting for
+it; `runner sync` uploads it and waits.
 """
 
 import atexit
+import fcntl
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from runner.core import files, journals, stop_signals
 from runner.core.record.record_lines import Status
-from runner.tracking.journal_status import JournalStatus
+from runner.tracking.upload_state import JournalStatus, journal_state, journal_store
 
 log = logging.getLogger(__name__)
 
+MAX_SEARCHED_FOLDERS = 2_000
+"""Upper bound on the folders that a search in the background reads, the newest first.
+
+A search by `runner sync` has no bound.
+"""
+MAX_JOURNALS_PER_WRITER = 100
+"""Upper bound on the journals that one writer uploads: their names must fit into a pipe."""
+_NAME = re.compile(r"journal.*\.jsonl")
+# Folders with many files and no journals.
+_FOLDERS_WITHOUT_RUNS = {"mlartifacts", "mlruns", "checkpoints", "model", ".hydra"}
 _MAX_STARTS = 3
 _COMMAND = "import sys; sys.path.insert(0, sys.argv[1]); "
 _COMMAND += "from runner.tracking.writer.writer_main import run_writer; "
@@ -262,3 +278,66 @@ class JobJournal:
             return None
         journals.append_end_for_owner(self._path, note, status, error)
         return journal
+
+
+def find_journals(folder: Path, max_folders: float = float("inf")) -> Iterator[Path]:
+    """Yield the journals in a folder and below it, those of the newest run first.
+
+    Args:
+        folder: where to begin.
+        max_folders: upper bound on the folders to read.
+    """
+    # A stack: folders are named by their time, so the last one of a folder is read first.
+    todo = [folder]
+    while todo and max_folders > 0:
+        max_folders -= 1
+        with suppress(OSError):  # a folder that was deleted meanwhile, or without permission
+            for entry in sorted(os.scandir(todo.pop()), key=lambda entry: entry.name):
+                # Links are not followed: they may form a loop.
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in _FOLDERS_WITHOUT_RUNS:
+                        todo.append(Path(entry.path))
+                # A regular file only: reading a pipe would never end.
+                elif entry.is_file(follow_symlinks=False) and _NAME.fullmatch(entry.name):
+                    yield Path(entry.path)
+
+
+def outputs_folder(journal: Path) -> Path:
+    """Return the folder of all runs that a journal's run belongs to.
+
+    That is the nearest one called "outputs", else the parent of the run's folder.
+    """
+    parents = [folder for folder in journal.parents if folder.name == "outputs"]
+    return parents[0] if parents else journal.parent.parent
+
+
+def upload_in_background(folder: Path) -> int:
+    """Start a detached writer for the pending journals under a folder; return at once.
+
+    A run without an end becomes KILLED. A journal that its store has refused is not
+    uploaded; `runner sync` does that. A journal whose store this user has not named, as in a
+    stranger's folder, is left alone.
+
+    Returns:
+        The number of journals given to the writer: 0 while another such writer works there.
+    """
+    paths: list[Path] = []
+    for journal in find_journals(folder, MAX_SEARCHED_FOLDERS):
+        with suppress(OSError):
+            store = journal_store(journal)
+            if store and store.is_users and journal_state(journal) == "pending":
+                paths.append(journal)
+        if len(paths) == MAX_JOURNALS_PER_WRITER:
+            break
+    if not paths:
+        return 0
+    # One such writer per folder: the commands of a batch system start together and find the same.
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        start_detached_writer(paths, lock)  # the writer inherits the lock
+    except OSError:
+        return 0
+    finally:
+        os.close(lock)
+    return len(paths)

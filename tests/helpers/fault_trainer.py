@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from runner.core.record.tracker import RunInfo
-from runner.tracking import journal_status
+from runner.tracking import upload_state
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.writer_process import shared_writer
 
@@ -30,7 +30,7 @@ def values(step: int) -> dict[str, float]:
 
 def main(uri: str, folder: Path, pause: float, **options: str) -> None:
     patience = float(options.get("patience", 60))
-    journal_status.OUTAGE_SECONDS = float(options.get("outage", journal_status.OUTAGE_SECONDS))
+    upload_state.OUTAGE_SECONDS = float(options.get("outage", upload_state.OUTAGE_SECONDS))
     tracker = MlflowTracker(uri=uri, patience=patience, system_metrics=None)
     tracker.open(RunInfo(folder, params={"pause": str(pause)}, name=folder.name))
     step, slowest = 0, 0.0

@@ -7,9 +7,8 @@ import pytest
 from runner.core.base.errors import TrackingError
 from runner.core.record.journals import Journal
 from runner.core.record.tracker import RunInfo
-from runner.tracking.journal_status import JournalStatus
 from runner.tracking.mlflow import MlflowTracker
-from runner.tracking.upload_state import UploadState
+from runner.tracking.upload_state import JournalStatus, UploadState
 from runner.tracking.writer_process import WriterProcess, shared_writer, use_writer
 
 

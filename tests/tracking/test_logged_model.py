@@ -55,7 +55,7 @@ def opened(store, name):
 def logged(store, run_id, exported, **more):
     folder = exported.path.parent
     facts = {**exported.facts, "step": 8}
-    return log_model(store.uri, run_id, folder, facts, "model", **more)
+    return log_model(store.uri, run_id, folder, facts, **more)
 
 
 def test_a_logged_model_belongs_to_its_run(quiet_store, exported):
@@ -246,7 +246,7 @@ warnings.simplefilter("ignore")
 root, uri, run_id, folder, facts = sys.argv[1:]
 sys.path.insert(0, root)
 from runner.tracking.writer.logged_model import log_model
-log_model(uri, run_id, pathlib.Path(folder), json.loads(facts), "model")
+log_model(uri, run_id, pathlib.Path(folder), json.loads(facts))
 assert "torch" not in sys.modules
 import mlflow
 assert mlflow.get_tracking_uri() != uri

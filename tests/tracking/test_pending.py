@@ -8,10 +8,14 @@ import pytest
 
 from runner.core.config.signature import sign
 from runner.core.record.journals import Journal
-from runner.tracking import pending, writer_process
-from runner.tracking.pending import MAX_SEARCHED_FOLDERS, find_journals, upload_in_background
+from runner.tracking import writer_process
 from runner.tracking.upload_state import STORE_SIGNATURE_PURPOSE
-from runner.tracking.writer_process import WriterProcess
+from runner.tracking.writer_process import (
+    MAX_SEARCHED_FOLDERS,
+    WriterProcess,
+    find_journals,
+    upload_in_background,
+)
 
 
 @pytest.fixture
@@ -29,9 +33,9 @@ def test_a_search_in_the_background_reads_the_newest_folders_only(runs, monkeypa
     assert MAX_SEARCHED_FOLDERS == 2000
     started = []
     monkeypatch.setattr(
-        pending, "start_detached_writer", lambda journals, lock: started.extend(journals)
+        writer_process, "start_detached_writer", lambda journals, lock: started.extend(journals)
     )
-    monkeypatch.setattr(pending, "MAX_SEARCHED_FOLDERS", 3)  # the first holds the runs' folders
+    monkeypatch.setattr(writer_process, "MAX_SEARCHED_FOLDERS", 3)
     assert upload_in_background(runs) == 2
     assert [path.parent.name for path in started] == ["run-4", "run-3"]
     assert len([*find_journals(runs)]) == 5
@@ -40,7 +44,7 @@ def test_a_search_in_the_background_reads_the_newest_folders_only(runs, monkeypa
 def test_a_store_that_the_user_has_not_named_gets_nothing_in_the_background(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(
-        pending, "start_detached_writer", lambda journals, lock: started.extend(journals)
+        writer_process, "start_detached_writer", lambda journals, lock: started.extend(journals)
     )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")
     # The part before the last @ is no user of host in a URI with a ? before it.

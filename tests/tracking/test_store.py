@@ -18,8 +18,7 @@ from runner.data.datasets.digits import digits
 from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
 from runner.tracking.reader import Reader
-from runner.tracking.upload_state import RefusedError, UnreachableError
-from runner.tracking.uri import sqlite_path
+from runner.tracking.uri import RefusedError, UnreachableError, sqlite_path
 from runner.tracking.writer.store import Store, distinct_names, legal_name, metric_name, truncate
 
 # MLflow's, which runs in this process here.

@@ -8,10 +8,11 @@ import pytest
 
 from runner.core.record.journals import Journal
 from runner.core.record.record_lines import encode_json
-from runner.tracking import pending
-from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
+from runner.tracking import writer_process
+from runner.tracking.upload_state import UploadState, journal_state
+from runner.tracking.uri import RefusedError, UnreachableError
 from runner.tracking.writer import uploader, writer_main
-from runner.tracking.writer.store import MAX_POINTS, Store, StoreCache
+from runner.tracking.writer.store import MAX_POINTS, Store
 from runner.tracking.writer.uploader import JournalUploader, next_batch
 from runner.tracking.writer.writer_main import REST_FACTOR, rest_seconds
 
@@ -26,6 +27,7 @@ def fake_store():
     """
     store = create_autospec(Store, instance=True)
     store.notices, store.failures, store.taken = [], [], []
+    store.parents, store.sweep_names = {}, {}
 
     def answer(name):
         def call(*args):
@@ -54,20 +56,20 @@ def journal(tmp_path):
 def idle(journal, monkeypatch):
     """Return a writer on a fake store with one empty journal; `saved` is the state it saved."""
     one = writer_main.Writer(os.getpid())
-    name = str(journal.path)
     one.store = fake_store()
-    one.stores = create_autospec(StoreCache, instance=True, parents={}, names={})
-    one.stores.get.return_value = one.store
-    one_uploader = JournalUploader(journal.path, one.stores)
-    task = one.tasks[name] = one.task = writer_main.JournalTask(one_uploader)
+    one.open_store = create_autospec(Store, return_value=one.store)
+    monkeypatch.setattr(uploader, "open_store", one.open_store)
+    one_uploader = JournalUploader(journal.path)
+    task = one.task = writer_main.JournalTask(one_uploader)
+    one.tasks.append(task)
     monkeypatch.setattr(uploader, "PARTIAL_BATCH_SECONDS", 0.0)
-    monkeypatch.setattr(pending, "upload_in_background", lambda folder: 0)
+    monkeypatch.setattr(writer_process, "upload_in_background", lambda folder: 0)
 
     def turn(seconds_later=0.0):
         if seconds_later:
             now = time.monotonic() + seconds_later
             monkeypatch.setattr(time, "monotonic", lambda: now)
-        while name in one.tasks and one.advance(name, task):
+        while task in one.tasks and one.advance(task):
             pass
 
     def saved():
@@ -187,11 +189,11 @@ def test_no_record_is_given_up_while_the_store_refuses_every_call(work, journal,
 
 def test_a_disk_that_is_full_for_the_state_is_waited_for(work, monkeypatch):
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(UploadState, "save", lambda *_, **__: (_ for _ in ()).throw(full))
-    for _ in range(9):
-        work.turn(seconds_later=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(UploadState, "save", lambda *_, **__: (_ for _ in ()).throw(full))
+        for _ in range(9):
+            work.turn(seconds_later=10)
     assert work.store.named("create_run") == []
-    monkeypatch.undo()
     work.turn(seconds_later=1000)
     assert work.saved().run_id == "create_run"
 
@@ -318,7 +320,7 @@ def test_a_journal_is_uploaded_to_the_store_that_sync_gave_it(work, journal):
     progress.change_store("other", "new name")
     progress.release_lock()
     work.turn()
-    work.stores.get.assert_called_once_with("other")
+    work.open_store.assert_called_once_with("other")
     assert work.store.named("experiment") == [["new name", None]]
     assert work.task.uploader.state.run_id == "create_run"
 
@@ -331,7 +333,7 @@ def test_a_journal_without_its_start_is_refused_and_not_tried_in_the_background(
     assert "does not begin with the start of a run" in idle.saved().refusal
     assert not UploadState(journal.path).is_locked()
     journal.close()
-    assert pending.journal_state(journal.path) == "refused"
+    assert journal_state(journal.path) == "refused"
 
 
 def test_a_damaged_upload_state_starts_over_and_looks_for_the_run(journal):

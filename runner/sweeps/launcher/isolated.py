@@ -31,7 +31,7 @@ from runner.sweeps.launcher.job_request import (
 )
 from runner.sweeps.launcher.stop_requests import StopRequests
 from runner.sweeps.sweep_progress import job_label, print_job_line
-from runner.tracking.journal_status import JournalStatus
+from runner.tracking.upload_state import JournalStatus
 from runner.tracking.writer_process import JobJournal, shared_writer
 
 GRACE_SECONDS = 10.0

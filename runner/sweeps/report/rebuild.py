@@ -4,7 +4,6 @@ A sweep is read from its folder or from MLflow alone. The jobs of two sweeps, A 
 for one report that names each job after its sweep.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -23,8 +22,8 @@ from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, g
 from runner.tracking.dashboard import sweep_links
 from runner.tracking.locate import newest_sweeps
 from runner.tracking.mlflow import NOTE_TAG
-from runner.tracking.pending import upload_in_background
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
+from runner.tracking.writer_process import upload_in_background
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
@@ -99,7 +98,7 @@ def _report_one(sweep: str | None, typed: Mapping[str, str], out: str | None) ->
     if sweep is None:
         from runner.tracking.reader import Reader
 
-        name = resolve_experiment(typed.get("tracking.experiment"), os.environ)
+        name = resolve_experiment(typed.get("tracking.experiment"))
         newest = Reader(uri).newest_sweep(name)
         if newest is None:
             raise ConfigError(
@@ -195,7 +194,7 @@ def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
     Raises:
         ConfigError: the store is a database that does not exist.
     """
-    uri = resolve_uri(typed.get("tracking.uri"), os.environ, Path.cwd())
+    uri = resolve_uri(typed.get("tracking.uri"))
     database = sqlite_path(uri)
     # Opening a database that does not exist would create it.
     if database and not database.exists():

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LINKED_METRICS_PREFIX = "val/"
 """Prefix of the run's metrics that are linked to the model if they were logged at its step."""
+_NAME = "model"
+"""Name of the logged model of a run."""
 
 
 def log_model(
@@ -25,7 +27,6 @@ def log_model(
     run_id: str,
     folder: Path,
     facts: Mapping[str, Any],
-    name: str,
     registered_name: str | None = None,
 ) -> str:
     """Upload an exported model with its run; a repeated call completes an interrupted one.
@@ -35,11 +36,10 @@ def log_model(
         run_id: of the run that trained it.
         folder: holds model.pt2, and nothing else.
         facts: see runner.training.formats.export.ExportedModel; "step" is the step of the weights.
-        name: of the logged model; `runs:/<run_id>/<name>` finds it.
         registered_name: of a registered model that gets a version; None for none.
 
     Returns:
-        The id: `models:/<id>` finds it.
+        The id: `models:/<id>` finds it, and so does `runs:/<run_id>/model`.
 
     Raises:
         MlflowException: the store refuses or cannot be reached.
@@ -49,14 +49,13 @@ def log_model(
 
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     run = client.get_run(run_id)
-    # An earlier attempt may have made it. Not by name in the query: a name's own quotes cannot be
-    # escaped there.
+    # An earlier attempt may have made it.
     query = f"source_run_id = '{run_id}'"
     models = client.search_logged_models([run.info.experiment_id], filter_string=query)
-    model = next((model for model in models if model.name == name), None)
+    model = next((model for model in models if model.name == _NAME), None)
     if model is None:
         model = client.create_logged_model(
-            run.info.experiment_id, name, run_id, params=run.data.params
+            run.info.experiment_id, _NAME, run_id, params=run.data.params
         )
     check_artifact_place(uri, model.model_id, lambda: str(model.artifact_location))
     # A status of READY is set last, so that it shows a complete upload.
@@ -142,14 +141,12 @@ def _link_to_run(client: "MlflowClient", run: Any, model_id: str, step: int) -> 
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
     points = []
     for key in run.data.metrics:
-        if not key.startswith(LINKED_METRICS_PREFIX):
-            continue
-        for p in client.get_metric_history(run_id, key):
-            # The model's weights are of this step.
-            if p.step == step:
-                points.append(
-                    Metric(p.key, p.value, p.timestamp, p.step, model_id=model_id, run_id=run_id)
-                )
+        if key.startswith(LINKED_METRICS_PREFIX):
+            points += [
+                Metric(key, p.value, p.timestamp, step, model_id=model_id, run_id=run_id)
+                for p in client.get_metric_history(run_id, key)
+                if p.step == step  # that of the model's weights
+            ]
     if points:
         client.log_batch(run_id, metrics=points, synchronous=True)
 

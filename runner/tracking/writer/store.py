@@ -12,7 +12,7 @@ import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,8 +31,14 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from runner.core import files, fmt, secrets
 from runner.core.record.metric_names import numbered
 from runner.tracking import dashboard
-from runner.tracking.upload_state import RefusedError, UnreachableError
-from runner.tracking.uri import active_experiment, check_artifact_place, is_database, sqlite_path
+from runner.tracking.uri import (
+    RefusedError,
+    UnreachableError,
+    active_experiment,
+    check_artifact_place,
+    is_database,
+    sqlite_path,
+)
 from runner.tracking.writer.logged_model import log_model
 from runner.tracking.writer.system_metrics import SYSTEM_PREFIX
 
@@ -125,6 +131,8 @@ class Store:
 
     Attributes:
         notices: messages for the user; whoever shows them empties the list.
+        parents: the id of a sweep's parent run, by the sweep's id, as far as it is known.
+        sweep_names: the name of a sweep, by its id.
     """
 
     def __init__(self, uri: str) -> None:
@@ -133,6 +141,8 @@ class Store:
         self._version = ""
         self._dashboard_notice_given = False
         self.notices: list[str] = []
+        self.parents: dict[str, str] = {}
+        self.sweep_names: dict[str, str] = {}
         database = sqlite_path(uri)
         with classify_errors(), _creation_lock(database):
             if database and not database.exists():
@@ -367,7 +377,7 @@ class Store:
     ) -> None:
         """Upload an exported model with its run; `register` names it in the model registry."""
         with classify_errors():
-            log_model(self.uri, run_id, folder, facts, "model", register)
+            log_model(self.uri, run_id, folder, facts, register)
             self._get_run(run_id)
 
     def dashboard(
@@ -478,21 +488,5 @@ def _creation_lock(database: Path | None) -> Iterator[None]:
         yield
 
 
-class StoreCache:
-    """The stores of this process by URI, and what it knows of sweeps in them.
-
-    Attributes:
-        parents: the id of a sweep's parent run, by the store's URI and the sweep's id.
-        names: the name of a sweep, by its id.
-    """
-
-    def __init__(self) -> None:
-        self.parents: dict[tuple[str, str], str] = {}
-        self.names: dict[str, str] = {}
-        self._stores: dict[str, Store] = {}
-
-    def get(self, uri: str) -> Store:
-        """Return the store at a URI; open it if this process has not yet."""
-        if uri not in self._stores:
-            self._stores[uri] = Store(uri)
-        return self._stores[uri]
+open_store = cache(Store)
+"""Return the store at a URI; open it if this process has not yet."""

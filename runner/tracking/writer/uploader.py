@@ -18,9 +18,9 @@ import numpy as np
 from runner.core import files, journals, layout, secrets
 from runner.tracking import history
 from runner.tracking.dashboard import SweepView
-from runner.tracking.pending import journal_store
-from runner.tracking.upload_state import RefusedError, UnreachableError, UploadState
-from runner.tracking.writer.store import MAX_POINTS, MetricPoint, Store, StoreCache
+from runner.tracking.upload_state import UploadState, journal_store
+from runner.tracking.uri import RefusedError, UnreachableError
+from runner.tracking.writer.store import MAX_POINTS, MetricPoint, Store, open_store
 from runner.tracking.writer.system_metrics import SystemMetrics
 
 PARTIAL_BATCH_SECONDS = 1.0
@@ -89,14 +89,14 @@ class JournalUploader:
 
     Args:
         journal: its path.
-        stores: the stores that this process has opened.
     """
 
-    def __init__(self, journal: Path, stores: StoreCache) -> None:
+    def __init__(self, journal: Path) -> None:
         self.journal = journal
         self.state = UploadState(journal)
-        self._stores = stores
-        self._store: Store | None = None
+        # Both are known once this writer has opened the run.
+        self._store: Store
+        self._run_id = ""
         self._batch: Batch | None = None
         self._start: dict[str, Any] = {}
         self._system: SystemMetrics | None = None
@@ -119,7 +119,7 @@ class JournalUploader:
     @property
     def is_unopened(self) -> bool:
         """Return whether the run is not in the store yet."""
-        return self._store is None or self.state.run_id is None
+        return not self._run_id
 
     @property
     def must_retry(self) -> bool:
@@ -134,7 +134,7 @@ class JournalUploader:
     def is_answered(self) -> bool:
         """Return whether the store shows the run, so that it has refused the batch alone."""
         with suppress(RefusedError, UnreachableError):
-            return bool(self._run_store().run_name(self._run_id()))
+            return bool(self._store.run_name(self._run_id))
         return False
 
     def advance(self, last: bool) -> bool:
@@ -149,10 +149,10 @@ class JournalUploader:
         self._claim()
         if self.state.done:  # another writer has uploaded the rest
             return False
-        if self.state.run_id and self._store is None:
+        if self.state.run_id and self.is_unopened:
             # Another writer has begun the upload.
             start = self._with_moved_store(next(journals.read_records(self.journal))[0])
-            self._store = self._stores.get(start["uri"])
+            self._store = open_store(start["uri"])
             self._on_opened(start)
         batch = next_batch(self.journal, self.state.offset, self._earlier_steps)
         self._batch = batch
@@ -210,13 +210,13 @@ class JournalUploader:
             self._system = SystemMetrics(seconds, trainer, time.monotonic())
             # A resumed run continues the steps of its samples.
             with suppress(RefusedError, UnreachableError):
-                self._system.count = self._run_store().system_sample_count(self._run_id())
+                self._system.count = self._store.system_sample_count(self._run_id)
         if self._system.is_due(time.monotonic()):
             now = time.time_ns() // 1_000_000
             number = self._system.count
             points = [(name, value, now, number) for name, value in self._system.sample().items()]
             with suppress(RefusedError, UnreachableError):
-                self._run_store().log_points(self._run_id(), points)
+                self._store.log_points(self._run_id, points)
 
     def _claim(self) -> None:
         """Lock the journal; read its start again if another writer was at work since."""
@@ -228,7 +228,7 @@ class JournalUploader:
         if not self.state.acquire_lock():
             raise UnreachableError("another writer is still at work on this journal")
         if self.state.as_dict() != known:
-            self._store = None
+            self._run_id = ""
             self._history = None
             self._status_is_set = False
 
@@ -239,8 +239,6 @@ class JournalUploader:
             return
         if self.is_unopened:
             raise RefusedError(f"{self.journal} does not begin with the start of a run")
-        store = self._run_store()
-        run_id = self._run_id()
         # Another kind is a damaged line, or of a later version, and skipped.
         match batch.kind:
             case "metrics":
@@ -248,28 +246,27 @@ class JournalUploader:
                 with self.journal.open("rb") as file, suppress(OSError):
                     # A disk that fails must not keep points from the store.
                     os.fsync(file)
-                store.log_points(run_id, batch.points)
+                self._store.log_points(self._run_id, batch.points)
             case "tags":
-                store.log_tags(run_id, record["values"])
+                self._store.log_tags(self._run_id, record["values"])
             case "artifact":
                 self._send_file(artifact_file(self.journal, record["path"]), record["folder"])
             case "inputs":
-                store.log_inputs(run_id, record["datasets"])
+                self._store.log_inputs(self._run_id, record["datasets"])
             case "model":
                 self.state.save(sending_file=True)
                 folder = artifact_file(self.journal, record["folder"])
-                store.log_model(run_id, folder, record["facts"], record["register"])
+                self._store.log_model(self._run_id, folder, record["facts"], record["register"])
             case "end":
                 self._end(record)
 
     def _send_file(self, path: Path, folder: str = "") -> None:
         self.state.save(sending_file=True)
-        self._run_store().log_artifact(self._run_id(), path, folder)
+        self._store.log_artifact(self._run_id, path, folder)
 
     def _open(self, start: dict[str, Any]) -> None:
         """Create the run, or find the one that an earlier attempt may have created."""
-        store = self._stores.get(start["uri"])
-        self._store = store
+        store = self._store = open_store(start["uri"])
         before = journals.previous_journal(self.journal, start)
         if before and self._resume_run(before, start):
             self._on_opened(start)
@@ -304,14 +301,14 @@ class JournalUploader:
             uri = secrets.redact(store.uri)
             text = f"{before} names {uri}, which is not signed with this user's key"
             raise RefusedError(text, of_store=True)
-        earlier = JournalUploader(before, self._stores)
+        earlier = JournalUploader(before)
         try:
             earlier.upload_rest()
         finally:
             earlier.state.release_lock()
         if earlier.state.run_id is None:
             return False
-        self._run_store().reopen(earlier.state.run_id, start)
+        self._store.reopen(earlier.state.run_id, start)
         self.state.save(run_id=earlier.state.run_id, experiment_id=earlier.state.experiment_id)
         return True
 
@@ -325,25 +322,26 @@ class JournalUploader:
 
     def _on_opened(self, start: dict[str, Any]) -> None:
         """Store what later batches need of the opened run, and set up its dashboard."""
+        assert self.state.run_id is not None
         self._start = start
-        run_id = self._run_id()
+        self._run_id = self.state.run_id
         # A resumed run computes some steps again, and MLflow cannot take points back.
         self._earlier_steps = journals.last_steps(journals.run_journals(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
-            self._stores.parents[start["uri"], start["sweep"]] = run_id
-            self._stores.names[start["sweep"]] = start["name"]
+            self._store.parents[start["sweep"]] = self._run_id
+            self._store.sweep_names[start["sweep"]] = start["name"]
         self._ensure_dashboard()
 
     def _ensure_dashboard(self, metrics: Collection[str] = ()) -> None:
         """Set up the dashboards that show this run, and save the path of its own. May fail."""
-        store = self._run_store()
+        store = self._store
         view = None
         sweep_id = self._start["sweep"]
         experiment = self.state.experiment_id
         assert experiment is not None
-        parent = self._stores.parents.get((self._start["uri"], sweep_id)) if sweep_id else None
+        parent = store.parents.get(sweep_id)
         if parent:
-            names = self._stores.names
+            names = store.sweep_names
             # Another process may have opened the sweep's run.
             if not names.get(sweep_id):
                 with suppress(RefusedError, UnreachableError):
@@ -363,15 +361,14 @@ class JournalUploader:
         Raises:
             UnreachableError: it is not there yet.
         """
-        key = (start["uri"], start["sweep"])
-        known = self._stores.parents.get(key)
+        store = self._store
+        known = store.parents.get(start["sweep"])
         if known:
             return known
-        store = self._run_store()
         experiment = store.experiment(start["experiment"], start.get("experiment_id"))
         parent = store.find_run(experiment, {"sweep_id": start["sweep"], "role": "sweep"})
         if parent:
-            self._stores.parents[key] = parent
+            store.parents[start["sweep"]] = parent
             return parent
         now = time.monotonic()
         self._parent_wanted_at = self._parent_wanted_at or now
@@ -385,9 +382,9 @@ class JournalUploader:
         """Set the run's status, then upload its history."""
         if not self.is_unopened:
             if record["error"]:
-                self._run_store().log_tags(self._run_id(), {"error": record["error"]})
+                self._store.log_tags(self._run_id, {"error": record["error"]})
             # The status first: no artifact may keep the run from it.
-            self._run_store().end_run(self._run_id(), record["status"], record["time"])
+            self._store.end_run(self._run_id, record["status"], record["time"])
             self._status_is_set = True
             if self._start["role"] == "run":
                 self._upload_history()
@@ -410,14 +407,6 @@ class JournalUploader:
             self._ensure_dashboard(curves.keys() - constant)
             self._history = history.write_history(self.journal.with_name(layout.HISTORY), curves)
         self._send_file(self._history)
-
-    def _run_store(self) -> Store:
-        assert self._store is not None
-        return self._store
-
-    def _run_id(self) -> str:
-        assert self.state.run_id is not None
-        return self.state.run_id
 
 
 def artifact_file(journal: Path, name: str) -> Path:

@@ -14,13 +14,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.core import journals, stop_signals
-from runner.tracking import pending
-from runner.tracking.upload_state import RefusedError, UnreachableError, short_cause
+from runner.tracking import writer_process
+from runner.tracking.uri import RefusedError, UnreachableError, short_cause
 
 IDLE_POLL_SECONDS = 0.25
 """Seconds between looks at the journals when there was nothing to send."""
@@ -33,6 +33,8 @@ ORPHAN_IDLE_SECONDS = 300.0
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 5.0
 """A pause after a failed call is twice the one before, up to this."""
+_PASSING_ERRORS = (RefusedError, UnreachableError, OSError)
+"""Errors that are worth a retry: of the store, or of a local disk that is full or away."""
 
 
 def run_writer(parent: int) -> None:
@@ -55,6 +57,7 @@ def run_writer(parent: int) -> None:
     Writer(parent).run()
 
 
+@dataclass(eq=False)
 class JournalTask:
     """One journal in the writer's loop, and its pauses after failures.
 
@@ -66,13 +69,12 @@ class JournalTask:
         has_skipped: a batch was skipped after many attempts; a later one gets a single one.
     """
 
-    def __init__(self, uploader: Any) -> None:
-        self.uploader = uploader
-        self.failing_since = 0.0
-        self.retry_at = 0.0
-        self.pause = _FIRST_PAUSE_SECONDS
-        self.is_awaited = False
-        self.has_skipped = False
+    uploader: Any
+    failing_since: float = 0.0
+    retry_at: float = 0.0
+    pause: float = _FIRST_PAUSE_SECONDS
+    is_awaited: bool = False
+    has_skipped: bool = False
 
     def record_failure(self, now: float) -> float:
         """Schedule the next attempt; return for how many seconds all attempts have failed."""
@@ -120,18 +122,17 @@ class Writer:
         parent: the trainer's process id.
 
     Attributes:
-        tasks: the journals that are not stored yet, by path.
+        tasks: the journals that are not stored yet.
         trainer_is_alive: the trainer runs, as far as is known.
     """
 
     def __init__(self, parent: int) -> None:
-        # These modules import mlflow, which needs the environment that run_writer sets.
-        from runner.tracking.writer.store import StoreCache
+        # It imports mlflow, which needs the environment that run_writer sets.
         from runner.tracking.writer.uploader import JournalUploader
 
-        self._make_uploader: Callable[..., Any] = partial(JournalUploader, stores=StoreCache())
+        self._make_uploader: Callable[[Path], Any] = JournalUploader
         self._parent = parent
-        self.tasks: dict[str, JournalTask] = {}
+        self.tasks: list[JournalTask] = []
         self.trainer_is_alive = True
         self._partial_line = b""
         self._searched_folders = set[Path]()
@@ -144,17 +145,16 @@ class Writer:
         while not self._is_finished():
             self._read_requests(rest if is_busy else IDLE_POLL_SECONDS)
             started_at = time.monotonic()
-            for task in self.tasks.values():
+            for task in self.tasks:
                 task.look_for_end()
-            results = [self.advance(name, task) for name, task in list(self.tasks.items())]
+            results = [self.advance(task) for task in self.tasks.copy()]
             is_busy = any(results)
-            tasks = self.tasks.values()
-            is_awaited = not self.trainer_is_alive or any(task.is_awaited for task in tasks)
+            is_awaited = not self.trainer_is_alive or any(task.is_awaited for task in self.tasks)
             took = time.monotonic() - started_at
-            backlog = sum(task.uploader.backlog for task in tasks)
+            backlog = sum(task.uploader.backlog for task in self.tasks)
             rest = rest_seconds(took, backlog, is_awaited)
             if self.trainer_is_alive:
-                for task in tasks:
+                for task in self.tasks:
                     task.uploader.log_system_metrics()
 
     def _is_finished(self) -> bool:
@@ -178,14 +178,14 @@ class Writer:
             # A read may end in the middle of a line; the rest comes with the next one.
             *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
-                name = json.loads(line)["journal"]
-                self.tasks[name] = JournalTask(self._make_uploader(Path(name)))
+                journal = Path(json.loads(line)["journal"])
+                self.tasks.append(JournalTask(self._make_uploader(journal)))
             patience = 0.0
         if has_ended:
             self.trainer_is_alive = False
             self._progress_at = time.monotonic()
 
-    def advance(self, name: str, task: JournalTask) -> bool:
+    def advance(self, task: JournalTask) -> bool:
         """Upload one batch of a journal, if one is due; return True if more may follow at once."""
         now = time.monotonic()
         if now < task.retry_at:
@@ -194,75 +194,70 @@ class Writer:
         try:
             more = task.uploader.advance(last=not self.trainer_is_alive)
         except Exception as error:  # one journal's error must not end the others
-            more = self._handle_error(name, task, error, now)
+            more = self._handle_error(task, error, now)
         else:
             task.record_success()
             task.uploader.state.clear_outage()
-            folder = pending.outputs_folder(Path(name))
+            folder = writer_process.outputs_folder(task.uploader.journal)
             is_searched = folder in self._searched_folders or task.uploader.is_unopened
             if self.trainer_is_alive and not is_searched:
                 # Earlier runs' pending journals, once per folder. By a process of its own: a store
                 # of theirs that does not answer must not delay this run.
                 self._searched_folders.add(folder)
-                pending.upload_in_background(folder)
+                writer_process.upload_in_background(folder)
         if task.uploader.state.offset != before:
             self._progress_at = time.monotonic()
         if task.uploader.state.done:
-            self._close(name)
+            self._close(task)
         return more
 
-    def _handle_error(self, name: str, task: JournalTask, error: Exception, now: float) -> bool:
-        if isinstance(error, UnreachableError):
-            return self._handle_outage(name, task, error, now)
-        if isinstance(error, RefusedError):
-            if error.of_store and not task.uploader.is_unopened:
-                # A password that has expired: no batch of a run that is stored in part is lost.
-                doubtful = UnreachableError(str(error), doubtful=True)
-                return self._handle_outage(name, task, doubtful, now)
-            return self._handle_refusal(name, task, short_cause(str(error)))
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            # A local disk that is full or away, for example: worth a retry.
-            text = f"{type(error).__name__}: {error}"
-            doubtful = UnreachableError(text, doubtful=True)
-            return self._handle_outage(name, task, doubtful, now)
-        # A bug, or the loss of the journal's file: the journal is closed, and training continues.
-        # Not retried: the records stay in the journal, for `runner sync` with a newer version.
-        traceback.print_exception(error)
-        with suppress(OSError):
-            message = f"unexpected {type(error).__name__}: {error}"
-            task.uploader.state.save(failure=message)
-        self._close(name)
-        return False
+    def _handle_error(self, task: JournalTask, error: Exception, now: float) -> bool:
+        if isinstance(error, RefusedError) and (task.uploader.is_unopened or not error.of_store):
+            return self._handle_refusal(task, short_cause(str(error)))
+        if isinstance(error, FileNotFoundError) or not isinstance(error, _PASSING_ERRORS):
+            # A bug, or the loss of the journal's file: the journal is closed, and training
+            # continues. Not retried: the records stay in the journal, for `runner sync` with a
+            # newer version.
+            traceback.print_exception(error)
+            with suppress(OSError):
+                task.uploader.state.save(failure=f"unexpected {type(error).__name__}: {error}")
+            self._close(task)
+            return False
+        return self._handle_outage(task, error, now)
 
-    def _handle_outage(self, name: str, task: JournalTask, error: Any, now: float) -> bool:
+    def _handle_outage(self, task: JournalTask, error: Exception, now: float) -> bool:
         """Schedule a retry, and save why the store does not answer.
 
         A batch that is neither points nor a status is skipped if the answer may be a refusal, has
         stayed the same for long, and the store answers another call.
         """
         seconds = task.record_failure(now)
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        print(f"{task.uploader.journal}: {error}", file=sys.stderr, flush=True)
         cause = short_cause(str(error))
-        is_refusal = error.doubtful and (task.has_skipped or seconds > DOUBTFUL_REFUSAL_SECONDS)
+        # All but an UnreachableError may be: a refusal by a password that has expired, where no
+        # batch of a run that is stored in part is lost, and the error of a disk.
+        is_refusal = getattr(error, "doubtful", True)
+        is_refusal = is_refusal and (task.has_skipped or seconds > DOUBTFUL_REFUSAL_SECONDS)
         if is_refusal and not task.uploader.must_retry and task.uploader.is_answered():
             task.has_skipped = True
-            return self._handle_refusal(name, task, cause)
+            return self._handle_refusal(task, cause)
         task.uploader.state.save_outage(cause)
         if not self.trainer_is_alive:
             task.uploader.state.release_lock()  # `runner sync` may take over
         return False
 
-    def _handle_refusal(self, name: str, task: JournalTask, message: str) -> bool:
+    def _handle_refusal(self, task: JournalTask, message: str) -> bool:
         """Close a journal whose run is refused; of an opened run skip only the refused batch."""
-        print(f"{name}: refused: {message}", file=sys.stderr, flush=True)
+        print(f"{task.uploader.journal}: refused: {message}", file=sys.stderr, flush=True)
         if task.uploader.is_unopened:
             task.uploader.state.save(refused=True, refusal=message)
-            self._close(name)
+            self._close(task)
             return False
         task.uploader.state.save_error(message)
         task.uploader.skip()
         task.record_success()
         return True
 
-    def _close(self, name: str) -> None:
-        self.tasks.pop(name).uploader.state.release_lock()
+    def _close(self, task: JournalTask) -> None:
+        self.tasks.remove(task)
+        task.uploader.state.release_lock()
