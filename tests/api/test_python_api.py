@@ -10,6 +10,7 @@ import pandas
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from run_folders import read_json
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -238,7 +239,7 @@ def test_a_sweep_that_was_moved_is_read_where_it_lies():
 def test_a_job_without_its_folder_names_its_store_only_where_the_command_does():
     sweep = runner.sweep([*FEW, "seed=0,1"], model=Net(), data=DATA, out="partly")
     path = sweep.folder / "0" / "result.json"
-    text = json.loads(path.read_text())
+    text = read_json(path)
     path.write_text(json.dumps({**text, "run_id": "r1", "tracking_uri": "http://127.0.0.1:9"}))
     job = runner.load("partly").runs[0]
     assert "runner ui &#x27;tracking.uri=&lt;its store&gt;" in job._repr_html_()
@@ -263,7 +264,7 @@ def test_a_run_that_was_stopped_says_how_it_is_resumed():
 
 def test_the_record_names_the_call_that_repeats_the_run():
     result = run("precision=bf16-mixed", model=Net(), data=DATA)
-    facts = json.loads(Path(result.folder, "environment.json").read_text())
+    facts = read_json(Path(result.folder, "environment.json"))
     words = [*FEW, "precision=bf16-mixed"]
     assert facts["command"] == [f"runner.run({words!r}, model=..., data=...)"]
 

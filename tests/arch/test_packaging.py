@@ -1,6 +1,5 @@
 """The wheel: one name in site-packages, complete, and usable next to a user's own packages."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_folders import read_json
 
 pytestmark = pytest.mark.slow
 
@@ -138,7 +138,7 @@ def test_make_run_runs_what_is_typed(tmp_path, root, clean):
         check=True,
     )
     assert "bf16-mixed mlp digits" in done.stdout
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
+    assert read_json(tmp_path / "run" / "result.json")["steps"] == 2
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])

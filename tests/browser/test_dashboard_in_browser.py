@@ -1,10 +1,10 @@
 """The dashboard, report and run page of a real sweep as someone sees them, in a browser."""
 
-import json
 import re
 import warnings
 
 import pytest
+from run_folders import read_json
 
 from runner.sweeps.report.load import load_from_folder
 from runner.tracking import dashboard
@@ -33,7 +33,7 @@ def swept(browser, mlflow_server, tmp_path_factory, inside, empty_store):
 
 
 def results(folder):
-    found = (json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json")))
+    found = (read_json(path) for path in sorted(folder.glob("*/result.json")))
     return {result["label"]: result for result in found}
 
 

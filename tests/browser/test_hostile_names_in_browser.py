@@ -1,9 +1,9 @@
 """Names that are HTML, in a real sweep's report, in a browser: they are shown, and nothing runs."""
 
-import json
 import subprocess
 
 import pytest
+from run_folders import read_json
 
 pytestmark = pytest.mark.slow
 COMMAND = (
@@ -80,7 +80,7 @@ def test_the_terminal_and_the_files_show_names_without_control_codes(swept):
     folder, printed = swept
     assert not set(printed) & set("\x1b\u202e\r")
     assert "[red]" in printed
-    results = [json.loads(p.read_text()) for p in sorted(folder.glob("*/result.json"))]
+    results = [read_json(p) for p in sorted(folder.glob("*/result.json"))]
     assert len(results) == 6
     for name in NAMES:
         assert sum(any(name[:40] in text for text in r["overrides"]) for r in results) == 2
@@ -97,6 +97,6 @@ def test_the_command_to_copy_is_the_one_that_ran(opened, swept, tmp_path):
         capture_output=True,
         env={"LC_ALL": "C.UTF-8"},
     )
-    words = json.loads((swept[0] / "sweep.json").read_text())["command"]
+    words = read_json(swept[0] / "sweep.json")["command"]
     assert done.stdout.decode().split("\0")[:-1] == words
     assert not list(tmp_path.iterdir())

@@ -1,12 +1,11 @@
 """A store that all end-to-end tests share, and code of a user's own."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from run_folders import write_lab
+from run_folders import read_json, write_lab
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # mlflow's imports, not ours
@@ -61,7 +60,7 @@ def run_named(reader):
 def read_result(folder):
     """The newest result.json of the runs under a folder."""
     found = sorted(Path(folder).glob("outputs/runs/*/result.json"))
-    return json.loads(found[-1].read_text())
+    return read_json(found[-1])
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import EpsImagePlugin, Image
+from run_folders import read_json
 from torch import nn
 
 from runner.config.hydra_plugins import set_plugin_folders
@@ -104,7 +105,7 @@ def test_a_model_folder_named_like_a_package_that_its_config_asks_for(pretrained
 
     shutil.copytree(pretrained, tmp_path / "aqlm")
     (tmp_path / "aqlm" / "__init__.py").write_text("open('touched', 'w')\n__version__ = '9.9'\n")
-    config = json.loads((tmp_path / "aqlm" / "config.json").read_text())
+    config = read_json(tmp_path / "aqlm" / "config.json")
     config["quantization_config"] = {"quant_method": "aqlm"}
     (tmp_path / "aqlm" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="path=aqlm cannot be loaded"), safe_loading(NODE):

@@ -1,12 +1,11 @@
 """torchvision's detection and segmentation models from yaml, on small sets of a user's own."""
 
-import json
 import re
 from importlib import import_module
 
 import pytest
 import torch
-from run_folders import copy_files, write_files
+from run_folders import copy_files, read_json, write_files
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torchvision.models import get_model
@@ -63,7 +62,7 @@ def sets(lab, monkeypatch):
 
 
 def metrics(folder):
-    return json.loads((folder / "result.json").read_text())["metrics"]
+    return read_json(folder / "result.json")["metrics"]
 
 
 def has_weights_of(model, folder):

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from run_folders import read_json
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -22,7 +23,7 @@ def diff(main, *typed):
 
 def report(tmp_path, result):
     folder = tmp_path / result(tmp_path)["folder"]
-    return json.loads((folder / "diff.json").read_text()), folder
+    return read_json(folder / "diff.json"), folder
 
 
 def test_a_comparison_is_printed_written_and_recorded(main, tmp_path, result, store, reader):

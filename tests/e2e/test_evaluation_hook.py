@@ -1,10 +1,8 @@
 """task.after_evaluation: a function of the user's after each evaluation."""
 
-import json
-
 import pytest
 import torch
-from run_folders import write_files
+from run_folders import read_json, write_files
 
 from runner.core.record.checkpoint_file import load
 
@@ -18,7 +16,7 @@ def hooked(own, lab):
     def run(name, *typed):
         done = own(*STEPS, *typed, f"hydra.run.dir={name}")
         path = lab / name / "result.json"
-        return done, json.loads(path.read_text()) if path.exists() else {}
+        return done, read_json(path) if path.exists() else {}
 
     return run
 
@@ -118,7 +116,7 @@ def test_a_hook_that_fails_loses_nothing(hooked, main, lab):
     assert "no such prompt" in (lab / "run" / "error.txt").read_text()
     done = main("checkpoint.resume=run", "task.after_evaluation=lab.hooks.note", "tracking=none")
     done.check_ok()
-    resumed = json.loads((lab / "run" / "result.json").read_text())
+    resumed = read_json(lab / "run" / "result.json")
     # The evaluation of step 2 is done again, and the rest is that of a run that never failed.
     assert [info.step for info, _, _ in calls()] == [2, 4]
     assert resumed["train_loss"] == plain["train_loss"]
@@ -137,7 +135,7 @@ def test_runs_are_compared_by_a_number_of_the_hook(hooked, main, lab):
     # Once before the training, to know its names.
     assert [info.step for info, _, _ in calls()] == [0, 2, 4]
     main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=again").check_ok()
-    again = json.loads((lab / "again" / "result.json").read_text())
+    again = read_json(lab / "again" / "result.json")
     assert again["metrics"] == found["metrics"]
 
 

@@ -1,9 +1,7 @@
 """sweep.fail_fast=true: the first failed job ends the sweep, and sweep.resume continues it."""
 
-import json
-
 import pytest
-from run_folders import job_results, only_sweep
+from run_folders import job_results, only_sweep, read_json
 
 SWEEP = ("-m", "tracking=none", "sweep.fail_fast=true")
 FAILS_SECOND = "precision.keep_fp32=[],[nothing],[head]"
@@ -41,7 +39,7 @@ def test_jobs_that_run_beside_the_failed_one_end_with_a_checkpoint(quick, main, 
     has_stepped = metrics.is_file() and "train/loss" in metrics.read_text()
     if has_stepped:
         assert any(folder.glob("0/checkpoints/*.pt"))
-    manifest = json.loads((folder / "sweep.json").read_text())
+    manifest = read_json(folder / "sweep.json")
     assert (manifest["jobs"], manifest["finished"]) == (3, False)
     assert "sweep.fail_fast=true" in manifest["command"]
     assert "1 of the sweep's 3 jobs had not begun" in " ".join(done.stdout.split())

@@ -1,11 +1,10 @@
 """A real disk that fills up: before a run, while it trains, and right before its end."""
 
-import json
 import re
 import subprocess
 
 import pytest
-from run_folders import only_run, write_lab
+from run_folders import only_run, read_json, write_lab
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +76,7 @@ def test_a_picture_that_cannot_be_written_costs_a_warning(filling, small):
     filling("model.at=12", "model.left=16384", "checkpoint.final=false").check_ok(
         f"warning: outputs/runs/{only_run(small).name}/loss_scale.png was not written: {FULL}."
     )
-    assert json.loads((only_run(small) / "result.json").read_text())["status"] == "finished"
+    assert read_json(only_run(small) / "result.json")["status"] == "finished"
 
 
 def test_a_result_that_cannot_be_written_is_no_success(filling):

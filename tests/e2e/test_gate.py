@@ -1,13 +1,12 @@
 """mode=gate by its command: real trials, an exit status and verdict.json."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from run_folders import only_sweep
+from run_folders import only_sweep, read_json
 
 from runner.core.run.result import RunResult
 
@@ -20,7 +19,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 def verdict_in(folder: Path) -> dict:
-    return json.loads((only_sweep(folder) / "verdict.json").read_text())
+    return read_json(only_sweep(folder) / "verdict.json")
 
 
 def results_in(folder: Path) -> list[RunResult]:

@@ -1,13 +1,12 @@
 """Planted faults: each stops the run or warns as the guard section says; its batch is replayed."""
 
-import json
 import re
 import shlex
 
 import pytest
 import torch
 from refusals import message_table
-from run_folders import job_results, only_run, only_sweep, write_lab
+from run_folders import job_results, only_run, only_sweep, read_json, write_lab
 
 from runner.core.config.invocation import Invocation
 from runner.data.loader import Loader
@@ -79,10 +78,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(stopped):
     assert f"init.weights=outputs/runs/{out.name}/checkpoints/step-00000004.pt" in done.stderr
     weights = torch.load(saved, weights_only=True)["model"]
     assert all(w.isfinite().all() for w in weights.values())
-    batch = json.loads((out / "guard" / "batch-000006.json").read_text())
+    batch = read_json(out / "guard" / "batch-000006.json")
     assert (batch["steps"], batch["epoch"], batch["seed"]) == ([6, 6], 1, 0)
     assert batch["micro_batches"] == samples(6)
-    result = json.loads((out / "result.json").read_text())
+    result = read_json(out / "result.json")
     assert (result["status"], result["diverged"], result["diverged_step"]) == ("failed", True, 6)
     assert "the loss is nan at step 6" in result["error"]
 
@@ -258,7 +257,7 @@ def test_a_label_that_was_not_checked_is_reported_at_its_step(faulty, lab):
         "error.txt",
         f"guard/batch-{step:06d}.json",
     )
-    batch = json.loads((only_run(lab) / "guard" / f"batch-{step:06d}.json").read_text())
+    batch = read_json(only_run(lab) / "guard" / f"batch-{step:06d}.json")
     assert batch["micro_batches"] == samples(step)
 
 
@@ -289,7 +288,7 @@ def check_worker_death(done, lab, *parts):
     """Check that a process died over sample 17."""
     check_ended(done, "A process that loads the train set for step", "train.num_workers=0", *parts)
     (path,) = (only_run(lab) / "guard").iterdir()
-    batch = json.loads(path.read_text())
+    batch = read_json(path)
     assert 17 in [index for micro in batch["micro_batches"] for index in micro]
     assert "Traceback" in (only_run(lab) / "error.txt").read_text()
 

@@ -1,7 +1,6 @@
 """Images in tables and weights of local files, from the command line."""
 
 import io
-import json
 import re
 import shlex
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet as pq
+from run_folders import read_json
 from torchvision.models import get_model
 
 TINY = (
@@ -45,7 +45,7 @@ def test_the_commands_of_the_docs_train(photos, root, main, data):
     (command,) = re.findall(rf"    python -m runner (.*data={data} .*)\n", page)
     given = [word for word in shlex.split(command) if not word.startswith("data.meta.input")]
     main(*given, *TINY, "model=mlp").check_ok()
-    metrics = json.loads((photos / "run" / "result.json").read_text())["metrics"]
+    metrics = read_json(photos / "run" / "result.json")["metrics"]
     assert set(metrics) == {"val/loss", "val/accuracy"}
 
 

@@ -1,6 +1,5 @@
 """Sweeps whose jobs other launchers run: Slurm through submitit, Ray, joblib; in real processes."""
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_folders import job_results, only_sweep
+from run_folders import job_results, only_sweep, read_json
 from waiting import SECONDS, wait_for
 
 TINY = ("--config-dir lab/conf model=job data=mine train.max_steps=12 train.log_every=1 -m").split()
@@ -115,7 +114,7 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, lab, slurm, store, read
     assert "│ 32-true model.how=waits  │ finished │" in stdout
     folder = only_sweep(lab)
     assert (folder / "report.html").exists()
-    assert json.loads((folder / "sweep.json").read_text())["jobs"] == 2
+    assert read_json(folder / "sweep.json")["jobs"] == 2
     logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_1_0_log.out"))
     assert re.search(r"resumed at step \d+ of 12", logs)
     assert not [*folder.glob(".submitit/**/*.pkl")]

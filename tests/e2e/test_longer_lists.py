@@ -1,10 +1,9 @@
 """sweep.resume=<folder> seed=0,1,2: lists of a sweep that has run get longer."""
 
-import json
 from dataclasses import replace
 
 import pytest
-from run_folders import job_results, only_sweep
+from run_folders import job_results, only_sweep, read_json
 
 from runner.core.run.result import RunResult
 from runner.sweeps.manifest import Manifest
@@ -58,7 +57,7 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
     again = main(f"sweep.resume={swept}", "advise.max_gap=0.5")
     assert (again.rc, again.stdout.count("finished before")) == (0, 9)
     assert "a loss of more than 0.5 (advise.max_gap)" in (swept / "report.md").read_text()
-    command = json.loads((swept / "sweep.json").read_text())["command"]
+    command = read_json(swept / "sweep.json")["command"]
     assert {"precision=32-true,bf16-mixed,64-true", "seed=0,1,2"} < {*command}
     assert Manifest.read(swept).busy == 0.0
 

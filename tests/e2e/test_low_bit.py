@@ -1,11 +1,10 @@
 """4-bit and 8-bit weights and adapters, as the command line runs them."""
 
-import json
 import re
 
 import pytest
 import torch
-from run_folders import job_results, only_sweep, write_files
+from run_folders import job_results, only_sweep, read_json, write_files
 
 MLP = "accelerator=cpu model=mlp model.hidden=[64] data=digits train.log_every=5".split()
 TEXT = "It was the best of times, it was the worst of times. " * 40
@@ -47,8 +46,8 @@ def gpt(tmp_path_factory, inside, store, reader):
     with inside(folder) as main:
         done = main(*GPT, "precision=bnb-nf4", f"tracking.uri={store}", "hydra.run.dir=run")
         done.check_ok()
-    outcome = json.loads((folder / "run" / "result.json").read_text())
-    rows = json.loads((folder / "run" / "conversion.json").read_text())
+    outcome = read_json(folder / "run" / "result.json")
+    rows = read_json(folder / "run" / "conversion.json")
     return done, outcome, rows, reader().get_run(outcome["run_id"])
 
 
@@ -369,7 +368,7 @@ def test_a_plan_counts_what_would_train(main, precision, adapter, trains):
 def test_a_plan_leaves_the_whole_conversion(main, tmp_path):
     words = "mode=plan data=synthetic_tokens data.count=80 model.layers=4 precision=bnb-int8"
     done = main(*GPT[:4], *words.split(), "hydra.run.dir=plan").check_ok()
-    rows = json.loads((tmp_path / "plan" / "conversion.json").read_text())
+    rows = read_json(tmp_path / "plan" / "conversion.json")
     names = [row["module"] for row in rows if row["done"]]
     assert len(names) == 16
     assert all(name in done.stdout.replace("\n", "") for name in names)

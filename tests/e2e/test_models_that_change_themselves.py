@@ -1,10 +1,9 @@
 """Runs of models that change more in a step than their weights."""
 
-import json
 import sys
 
 import pytest
-from run_folders import copy_files
+from run_folders import copy_files, read_json
 
 ADDED = (
     "model=mlp model._target_=stateful.Net ~model.hidden ~model.input_shape ~model.classes"
@@ -13,7 +12,7 @@ RUN = (*ADDED, "tracking=none", "train.batch_size=16", "debug.overfit=2", "train
 
 
 def metrics(folder):
-    return json.loads((folder / "result.json").read_text())["metrics"]
+    return read_json(folder / "result.json")["metrics"]
 
 
 @pytest.fixture

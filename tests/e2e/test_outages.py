@@ -1,11 +1,10 @@
 """Commands whose store is away, or does not take what they record."""
 
-import json
 import signal
 import socket
 
 import pytest
-from run_folders import only_run
+from run_folders import only_run, read_json
 from waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -30,7 +29,7 @@ def dead_address():
 def test_a_dead_server_stops_no_run_and_sync_sends_it_elsewhere(cli, dead_address, store, tmp_path):
     done = cli(*TINY, f"tracking.uri={dead_address}", "tracking.patience=1").check_ok()
     run = only_run(tmp_path)
-    assert json.loads((run / "result.json").read_text())["status"] == "finished"
+    assert read_json(run / "result.json")["status"] == "finished"
     assert f"The run is not stored completely in {dead_address}" in done.stderr
     assert f"`python -m runner sync {run.relative_to(tmp_path)}`" in done.stderr
     cli("sync", f"tracking.uri={store}", "tracking.experiment=moved").check_ok(
@@ -60,7 +59,7 @@ def test_a_refused_record_is_no_success_but_the_work_is_kept(cli, store, tmp_pat
     run = only_run(tmp_path)
     # A refusal that comes before the last of its few steps stops the run.
     if (run / "result.json").exists():
-        assert json.loads((run / "result.json").read_text())["status"] == "finished"
+        assert read_json(run / "result.json")["status"] == "finished"
     assert (run / "journal.jsonl").stat().st_size > 0
     refused = cli("sync")
     assert refused.rc == 1

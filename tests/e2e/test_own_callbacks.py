@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from run_folders import read_json
 from typed_runs import TypedRuns
 
 NOTE = "callbacks.note._target_=lab.callbacks.Note"
@@ -194,7 +195,7 @@ def test_the_page_runs_in_a_sweep_too(main, root, lab):
         "hydra.sweep.dir=sweep"
     )
     main(*typed.split()).check_ok()
-    results = [json.loads((lab / f"sweep/{i}/result.json").read_text()) for i in (0, 1)]
+    results = [read_json(lab / f"sweep/{i}/result.json") for i in (0, 1)]
     assert [result["steps"] for result in results] == [2, 4]
     text = (lab / "sweep/1/callbacks/watch/summary.txt").read_text()
     assert re.fullmatch(r"worst loss \d\.\d+ in 4 steps\n", text)

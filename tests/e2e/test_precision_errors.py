@@ -1,12 +1,12 @@
 """Models that a precision, or PyTorch's kernels for it, cannot run: one message that names what
 works, and what it names then trains."""
 
-import json
 import re
 
 import pytest
 from nets_that_fail import OPERATIONS
 from refusals import message_table
+from run_folders import read_json
 
 
 @pytest.fixture
@@ -97,9 +97,9 @@ Built +model.dtype=float16 precision=bnb-nf4 precision.compute_dtype=float16 =>
 def test_what_a_message_names_trains_in_the_precision(strange, tmp_path, typed, wanted):
     module, stores, computes = wanted
     strange(typed).check_ok()
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    result = read_json(tmp_path / "out" / "result.json")
     assert 0 < result["train_loss"] < 10
-    table = json.loads((tmp_path / "out" / "dtypes.json").read_text())
+    table = read_json(tmp_path / "out" / "dtypes.json")
     (row,) = [row for row in table["data"] if row[0] == module]
     found = dict(zip(table["columns"], row, strict=True))
     assert (found["stores"], found["computes"]) == (stores, computes)
@@ -117,7 +117,7 @@ def test_what_a_message_names_trains_in_the_precision(strange, tmp_path, typed, 
 )
 def test_a_converted_layer_takes_its_input_by_keyword(strange, tmp_path, precision):
     assert strange(f"Net precision={precision}").rc == 0
-    rows = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    rows = read_json(tmp_path / "out" / "conversion.json")
     assert "layer" in {row["module"] for row in rows if row["done"]}
 
 

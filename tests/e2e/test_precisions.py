@@ -1,12 +1,11 @@
 """Each precision trains, stops halfway and is resumed: one pair of runs, which all tests ask."""
 
-import json
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 from precision_models import EMULATED, precisions_on_cpu
-from run_folders import cut_run
+from run_folders import cut_run, read_json
 from states import check_same_checkpoints
 
 from runner.core.record.checkpoint_file import load
@@ -84,7 +83,7 @@ def last_checkpoint(folder):
 
 
 def content_of(folder, name):
-    return json.loads((folder / name).read_text())
+    return read_json(folder / name)
 
 
 def test_each_precision_that_trains_has_a_row():

@@ -1,10 +1,10 @@
 """Runs of several processes as their users start, stop and see them."""
 
-import json
 import os
 import signal
 
 import pytest
+from run_folders import read_json
 from waiting import SECONDS, wait_for
 
 DIGITS = ("model=mlp", "train.log_every=1", "train.eval_every=100000")
@@ -40,7 +40,7 @@ def test_own_batches_order_and_test_sets_are_those_of_one_process(torchrun, main
     process = torchrun(*words, "strategy=ddp", "hydra.run.dir=two")
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err[-2000:]
-    one, two = (json.loads((lab / n / "result.json").read_text()) for n in ("one", "two"))
+    one, two = (read_json(lab / n / "result.json") for n in ("one", "two"))
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4)
     assert {"val/unseen/loss", "test/loss"} < two["metrics"].keys()
     assert out.count("test/loss") == 2  # a line and a row of the table

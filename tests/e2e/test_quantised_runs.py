@@ -1,11 +1,10 @@
 """Quantisation-aware training and packed precisions, as the command line runs them."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from run_folders import job_results
+from run_folders import job_results, read_json
 
 MLP = "accelerator=cpu model=mlp model.hidden=[64] data=digits tracking=none".split()
 STEPS = 10
@@ -41,7 +40,7 @@ def evaluate(main, tmp_path, result):
 
 
 def metrics_of(folder):
-    return json.loads((folder / "result.json").read_text())["metrics"]
+    return read_json(folder / "result.json")["metrics"]
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_folders import read_json
 from safetensors.torch import load_file
 from tiny_models import NAMES, train_by_hand, typed
 
@@ -41,7 +42,7 @@ def losses_in(folder):
 
 
 def metrics_in(folder):
-    return json.loads((folder / "result.json").read_text())["metrics"]
+    return read_json(folder / "result.json")["metrics"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +115,7 @@ def test_a_precision_trains_and_names_what_it_leaves(train, name, precision):
     assert losses == pytest.approx(expected, rel=0.15)
     assert metrics_in(folder)["val/loss"] < 1.1 * by_hand(name, STEPS)[2]
     if precision.startswith(CONVERTS):
-        _check_conversion(json.loads((folder / "conversion.json").read_text()))
+        _check_conversion(read_json(folder / "conversion.json"))
 
 
 def _check_conversion(rows):

@@ -1,13 +1,12 @@
 """Commands that resume a run, and what the store shows of it."""
 
-import json
 import shutil
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from run_folders import copy_files, finished_run
+from run_folders import copy_files, finished_run, read_json
 
 from runner.core.base.files import folder_lock
 
@@ -31,14 +30,14 @@ def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store)
     uri = f"tracking.uri={empty_store(tmp_path / 'mlflow.db')}"
     assert main(*QUICK, uri).rc == 0
     folder = finished_run(tmp_path)
-    run_id = json.loads((folder / "result.json").read_text())["run_id"]
+    run_id = read_json(folder / "result.json")["run_id"]
     make_unfinished(folder, 2, 4)
     damaged = folder / "checkpoints" / "step-00000004.pt"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     main(f"checkpoint.resume={run_id}", "optimizer.lr=0.0001", "train.max_steps=8", uri).check_ok(
         f"skipped {damaged}: it is damaged", "resumed at step 2 of 8"
     )
-    assert json.loads((folder / "result.json").read_text())["run_id"] == run_id
+    assert read_json(folder / "result.json")["run_id"] == run_id
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mlflow's own, of SQLAlchemy
         from mlflow import MlflowClient
@@ -185,13 +184,13 @@ def test_a_run_that_a_limit_of_time_ended_continues_with_its_length(main, tmp_pa
         done = main(*typed, "checkpoint.resume=auto").check_ok(
             "stopped by", "train.max_seconds", "Resume with: python -m runner checkpoint.resume="
         )
-        result = json.loads((folder / "result.json").read_text())
+        result = read_json(folder / "result.json")
         assert (result["steps"], result["stopped_by"]) == (step, "train.max_seconds")
     assert "resumed at step 1 of 6" in done.stdout
     assert "resumed at step 2 of 6" in main("checkpoint.resume=last", "tracking=none").stdout
     rest = (*typed, "checkpoint.resume=auto", "train.max_seconds=null")
     main(*rest).check_ok("resumed at step 3 of 6")
-    result = json.loads((folder / "result.json").read_text())
+    result = read_json(folder / "result.json")
     assert (result["steps"], result["stopped_by"]) == (6, "")
     assert "finished before" in main(*rest).stdout
 

@@ -1,10 +1,9 @@
 """What a sweep over a mixture of experts says of tokens that other experts get."""
 
-import json
 from statistics import fmean
 
 import pytest
-from run_folders import only_sweep
+from run_folders import only_sweep, read_json
 
 from runner.core.base.fmt import format_percent
 from runner.sweeps.report.load import load_from_folder, load_from_store
@@ -19,7 +18,7 @@ def test_the_tokens_that_other_experts_get_in_the_first_step(main, store, tmp_pa
     uri = f"tracking.uri={store}"
     done = main(*SWEEP, *SMALL.split(), f"precision=32-true,{NAME}", "seed=0,1", uri).check_ok()
     folder = only_sweep(tmp_path)
-    chosen = [json.loads((folder / str(n) / "routers.json").read_text()) for n in range(4)]
+    chosen = [read_json(folder / str(n) / "routers.json") for n in range(4)]
     layers = {}
     for layer in chosen[0]:
         pairs = [
@@ -37,7 +36,7 @@ def test_the_tokens_that_other_experts_get_in_the_first_step(main, store, tmp_pa
     row = " | ".join([NAME, *map(format_percent, layers.values())])
     assert f"| {row} |" in (folder / "report.md").read_text()
     mean = fmean(layers.values())
-    answer = json.loads((folder / "report.json").read_text())["answer"]
+    answer = read_json(folder / "report.json")["answer"]
     assert answer[f"answer/router_flips/{NAME}"] == pytest.approx(mean)
     words = f"in the first step: {NAME} {format_percent(mean)}."
     assert f"Tokens with other experts than in 32-true, {words}" in done.stdout

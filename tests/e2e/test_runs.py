@@ -1,12 +1,12 @@
 """Whole runs, as the command line starts them."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from run_folders import read_json
 
 from runner.core.config.schema import flatten
 from runner.core.record import journals
@@ -38,7 +38,7 @@ def points(tracked, key):
 
 
 def metrics_of(folder):
-    return json.loads((folder / "result.json").read_text())["metrics"]
+    return read_json(folder / "result.json")["metrics"]
 
 
 def journal(folder):
@@ -137,7 +137,7 @@ def test_artifacts(tracked, compose):
 
 
 def test_the_result_is_that_of_the_metrics(tracked):
-    outcome = json.loads((tracked[0] / "result.json").read_text())
+    outcome = read_json(tracked[0] / "result.json")
     assert outcome["status"] == "finished"
     assert outcome["steps"] == STEPS
     assert outcome["metrics"]["val/loss"] == points(tracked, "val/loss")[-1][1]

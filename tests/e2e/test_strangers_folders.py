@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from run_folders import read_json
 from waiting import SECONDS, wait_for
 
 from runner.core.record.journals import Journal
@@ -195,7 +196,7 @@ def walk(inside, tmp_path_factory, empty_store):
         tiny = GPT2LMHeadModel(GPT2Config(**SMALL, bos_token_id=0, eos_token_id=0))
         tiny.save_pretrained("originals/theirs/hf")
         path = Path("originals/sweep/sweep.json")
-        manifest = json.loads(path.read_text())
+        manifest = read_json(path)
         changes = {"command": ["python", "-m", "runner", *JOBS.split()], "finished": False}
         path.write_text(json.dumps(manifest | changes))
         shutil.copytree("originals/sweep", "other")

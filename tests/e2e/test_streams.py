@@ -1,10 +1,8 @@
 """Streams of a user's own, from the command line."""
 
-import json
-
 import pytest
 import torch
-from run_folders import copy_files
+from run_folders import copy_files, read_json
 from typed_runs import TypedRuns
 
 
@@ -82,7 +80,7 @@ def test_a_step_that_fails_is_replayed_by_reading_the_stream_up_to_it(runs, main
     spoilt = "+data.spoilt=18 guard.data=ignore train.max_steps=8 hydra.run.dir=run"
     runs.fail(spoilt, status=1)
     replay = ("debug=replay", "batch=run/guard/batch-000003.json")
-    saved = json.loads((tmp_path / "run" / "guard" / "batch-000003.json").read_text())
+    saved = read_json(tmp_path / "run" / "guard" / "batch-000003.json")
     assert saved["steps"] == [3, 3]
     assert saved["micro_batches"] == []
     done = main(*replay).check_ok(

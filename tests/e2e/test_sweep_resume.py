@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from run_folders import read_json
 from waiting import SECONDS, wait_for
 
 from runner.core.base.files import folder_lock
@@ -60,14 +61,14 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
     assert "1 of the sweep's 3 jobs had not begun" in " ".join(out.split())
     assert f"Resume with: python -m runner sweep.resume=outputs/sweeps/{folder.name}" in out
     before = (folder / "0" / "result.json").read_bytes()
-    ids = [json.loads((folder / str(n) / "journal.state").read_text())["run_id"] for n in (0, 1)]
+    ids = [read_json(folder / str(n) / "journal.state")["run_id"] for n in (0, 1)]
     done = main("sweep.resume=last", uri, "tracking.patience=30").check_ok(
         "16-mixed seed=0: finished before\n"
     )
     (step,) = re.findall(r"resumed at step (\d+) of 12", done.stdout)
     assert 6 <= int(step) < 12
     assert (folder / "0" / "result.json").read_bytes() == before
-    results = [json.loads((folder / str(n) / "result.json").read_text()) for n in range(3)]
+    results = [read_json(folder / str(n) / "result.json") for n in range(3)]
     assert [r["status"] for r in results] == ["finished"] * 3
     assert [r["label"] for r in results] == [f"16-mixed seed={n}" for n in range(3)]
     assert [r["run_id"] for r in results[:2]] == ids
@@ -97,7 +98,7 @@ def test_a_killed_sweep_restarts_jobs_without_a_checkpoint(interrupted, main, la
     main(f"sweep.resume={folder}").check_ok(f"continues the sweep in sqlite:///{lab}/mlflow.db")
     assert not (lab / "outputs" / "mlflow.db").exists()
     assert "3 of 3 jobs finished" in (folder / "report.md").read_text()
-    sweep_id = json.loads((folder / "sweep.json").read_text())["id"]
+    sweep_id = read_json(folder / "sweep.json")["id"]
     shutil.move(folder, lab / "elsewhere")
     report = main("report", sweep_id, uri)  # made from the store, that has the dead run, too
     assert "3 of 3 jobs finished" in report.stdout
@@ -110,7 +111,7 @@ def test_failed_jobs_are_run_again_and_finished_or_diverged_ones_are_not(main, l
     (folder,) = lab.glob("outputs/sweeps/*")
     for number, change in enumerate([{"diverged": True, "status": "failed"}, {"status": "failed"}]):
         path = folder / str(number) / "result.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        path.write_text(json.dumps(read_json(path) | change))
     done = main(f"sweep.resume={folder / '1'}")
     assert done.stdout.count(" before\n") == 2
     assert "diverged before" in done.stdout

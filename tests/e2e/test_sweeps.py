@@ -1,11 +1,10 @@
 """Real sweeps: every job runs, whatever the others do, and the exit status says how it went."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from run_folders import job_results, write_lab
+from run_folders import job_results, read_json, write_lab
 
 from runner.core.run.result import RunResult
 
@@ -33,7 +32,7 @@ def swept(tmp_path_factory, inside, store, reader):
 def test_every_job_runs_and_the_sweep_is_a_failure(swept):
     done, out, *_ = swept
     assert done.rc == 1
-    results = [json.loads((out / str(i) / "result.json").read_text()) for i in range(4)]
+    results = [read_json(out / str(i) / "result.json") for i in range(4)]
     assert [r["status"] for r in results] == ["finished", "failed", "finished", "failed"]
     assert [r["precision"] for r in results] == ["32-true"] * 2 + ["16-mixed"] * 2
     assert results[1]["error"] == "ArithmeticError: failed as it was told to"
@@ -133,7 +132,7 @@ def test_unavailable_precisions_are_reported_apart_from_failures(sweep, tmp_path
     assert "precision=32-true, the nearest that runs here." in done.stdout.replace("\n", "")
     assert "Traceback" not in done.stderr
     (result,) = tmp_path.glob("outputs/sweeps/*/0/result.json")
-    assert json.loads(result.read_text())["status"] == "unavailable"
+    assert read_json(result)["status"] == "unavailable"
     assert sweep("accelerator=cpu", "precision=tf32,16-true").rc == 1  # its eps is refused
 
 
@@ -151,7 +150,7 @@ def test_what_refuses_the_model_is_not_tried_by_a_preset(quick, tmp_path, names,
     assert (raised in done.stdout) == ("16-true" in names)
     assert [job["status"] for job in job_results(tmp_path)][-2:] == ["refused", "refused"]
     (manifest,) = tmp_path.glob("outputs/sweeps/*/sweep.json")
-    assert json.loads(manifest.read_text())["finished"]
+    assert read_json(manifest)["finished"]
 
 
 def test_a_wrong_value_in_one_job_fails_that_job_only(sweep):
@@ -217,7 +216,7 @@ def test_a_job_interrupted_by_ctrl_c_ends_the_sweep(sweep, tmp_path, monkeypatch
     done = sweep("seed=0,1,2")
     assert done.rc == 130
     (only,) = tmp_path.glob("outputs/sweeps/*/*/result.json")
-    assert json.loads(only.read_text())["status"] == "stopped"
+    assert read_json(only)["status"] == "stopped"
 
 
 def test_a_store_that_cannot_be_stops_a_sweep_before_its_first_job(main):

@@ -1,11 +1,11 @@
 """What makes a job faster or smaller, as the command line runs it; it must compute the same."""
 
-import json
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from run_folders import read_json
 from torch import nn
 
 GPT = (
@@ -21,7 +21,7 @@ def run(main, name, *args):
     main(*GPT, f"hydra.run.dir={name}", *args).check_ok()
     (saved,) = Path(name).glob("checkpoints/step-*.pt")
     model = torch.load(saved, weights_only=True)["model"]
-    return json.loads((Path(name) / "result.json").read_text()), model
+    return read_json(Path(name) / "result.json"), model
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def plain(main):
 
 
 def kinds(name):
-    rows = json.loads((Path(name) / "dtypes.json").read_text())["data"]
+    rows = read_json(Path(name) / "dtypes.json")["data"]
     return [row[:2] for row in rows]
 
 
 def loss_in(name):
-    return json.loads((Path(name) / "result.json").read_text())["metrics"]["val/loss"]
+    return read_json(Path(name) / "result.json")["metrics"]["val/loss"]
 
 
 def check_compiled(main):
@@ -94,10 +94,10 @@ def test_the_rounding_of_compiled_code_is_named_everywhere(main, monkeypatch):
     roundings = ("eager", "fused")
     for job, rounding in enumerate(roundings):
         folder = Path("swept") / str(job)
-        assert json.loads((folder / "result.json").read_text())["fused_rounding"] == rounding
+        assert read_json(folder / "result.json")["fused_rounding"] == rounding
         log = (folder / "log.txt").read_text()
         assert f"rounding between fused operations: {rounding}" in log
-        table = json.loads((folder / "dtypes.json").read_text())
+        table = read_json(folder / "dtypes.json")
         assert table["columns"][-1] == "rounding between fused operations"
         held = {row[0]: row[-1] for row in table["data"]}
         assert held["blocks.0"] == held["blocks.1.expand"] == rounding

@@ -1,6 +1,5 @@
 """Weights in and out in the field's formats, by whole commands."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +9,7 @@ import tiny_models
 import torch
 import transformers
 from peft import PeftModel
-from run_folders import only_run
+from run_folders import only_run, read_json
 from safetensors.torch import load_file, save_file
 from typed_runs import TypedRuns
 
@@ -59,7 +58,7 @@ def test_the_yaml_of_the_page_starts_from_a_file_with_other_names(runs, tmp_path
 def test_a_run_starts_from_its_own_safetensors(runs, trained):
     run = runs.train(f"init.weights={trained}/model.safetensors optimizer.lr=0")
     assert f"weights: 4 of 4 tensors from {trained}/model.safetensors (safetensors)" in run.stdout
-    record = json.loads((run.folder / "init_weights.json").read_text())
+    record = read_json(run.folder / "init_weights.json")
     assert record["fresh"] == []
     assert len(record["loaded"]) == 4
     saved = run.content()["model"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from run_folders import read_json
 
 from runner.core.base.layout import HISTORY
 from runner.core.record.tracker import Tracker
@@ -52,7 +53,7 @@ def test_the_note_shows_the_command_and_the_results(shown):
     command = next(line for line in note.splitlines() if line.startswith("`")).strip("`")
     assert shlex.split(command)[:3] == ["python", "-m", "runner"]
     assert set(ARGS) < set(shlex.split(command))
-    outcome = json.loads((folder / "result.json").read_text())
+    outcome = read_json(folder / "result.json")
     assert f"{outcome['metrics']['val/accuracy']:.4g}" in note
     assert "- skipped head (Linear" in note
 
@@ -70,7 +71,7 @@ def test_each_layers_dtypes_are_a_table(shown):
     folder, run, *_ = shown
     named = json.loads(run.data.tags["mlflow.loggedArtifacts"])
     assert named == [{"path": "dtypes.json", "type": "table"}]
-    table = json.loads((folder / "dtypes.json").read_text())
+    table = read_json(folder / "dtypes.json")
     rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
     assert rows["head"]["conversion"].startswith("skipped: ")
     converted = [row for row in rows.values() if row["conversion"] == "converted"]

@@ -1,9 +1,8 @@
 """Whole commands on a GPU in every precision: train, checkpoint, resume, evaluate."""
 
-import json
-
 import pytest
 import torch
+from run_folders import read_json
 
 from runner.precision import registry
 
@@ -40,6 +39,6 @@ def test_a_run_trains_resumes_and_is_evaluated(name, main, tmp_path):
         (["mode=evaluate", "checkpoint.path=whole", "hydra.run.dir=evaluated"], "evaluated"),
     ):
         main(*typed, *more).check_ok()
-        result = json.loads((tmp_path / folder / "result.json").read_text())
+        result = read_json(tmp_path / folder / "result.json")
         losses.append(result["metrics"]["val/loss"])
     assert len(set(losses)) == 1

@@ -1,11 +1,11 @@
 """strategy=ddp and strategy=fsdp over NCCL, in one process where there is one GPU."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
+from run_folders import read_json
 
 pytestmark = [pytest.mark.gpu]
 TYPED = (
@@ -38,7 +38,7 @@ def test_a_strategy_trains_as_a_single_process_does(tmp_path, root, precision):
             timeout=300,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        losses[kind] = json.loads((folder / "result.json").read_text())["metrics"]["val/loss"]
+        losses[kind] = read_json(folder / "result.json")["metrics"]["val/loss"]
     within = 1e-4 if precision == "32-true" else 1e-2
     assert losses["ddp"] == pytest.approx(losses["single"], rel=within)
     assert losses["fsdp"] == pytest.approx(losses["single"], rel=within)

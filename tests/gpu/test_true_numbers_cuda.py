@@ -1,10 +1,9 @@
 """What CPUs show of models that change themselves, casts and evaluations, shown on CUDA."""
 
-import json
-
 import pytest
 import torch
 from autocast_calls import CALLS, HALF, dtypes_of
+from run_folders import read_json
 from states import follow_own_state
 from torch import nn
 from torch.nn import functional as F
@@ -128,7 +127,7 @@ RUN = (
 
 
 def val_loss(folder):
-    return json.loads((folder / "result.json").read_text())["metrics"]["val/loss"]
+    return read_json(folder / "result.json")["metrics"]["val/loss"]
 
 
 @pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-true"])

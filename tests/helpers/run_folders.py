@@ -8,6 +8,11 @@ FILES = Path(__file__).parent / "files"
 """Folders of users: tests copy them."""
 
 
+def read_json(path):
+    """Return the content of a JSON file."""
+    return json.loads(Path(path).read_text())
+
+
 def write_files(folder, files):
     """Write texts to paths below a folder, and return the folder."""
     for name, text in files.items():
@@ -51,8 +56,7 @@ def only_sweep(folder):
 def job_results(folder, sweeps="outputs/sweeps/*"):
     """Return the results of a working directory's sweeps, in the order of the jobs' numbers."""
     paths = Path(folder).glob(f"{sweeps}/*/result.json")
-    in_order = sorted(paths, key=lambda path: int(path.parent.name))
-    return [json.loads(path.read_text()) for path in in_order]
+    return [read_json(path) for path in sorted(paths, key=lambda path: int(path.parent.name))]
 
 
 def cut_run(folder, copy, step):

@@ -1,11 +1,11 @@
 """A folder to train in with a real SQLite store, and a way to read what arrived there."""
 
-import json
 import sqlite3
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
+from run_folders import read_json
 
 from runner.core.run.result import RunResult
 
@@ -57,7 +57,7 @@ class Lab:
 
     def table(self, folder=None):
         """Return dtypes.json as a dict by module."""
-        content = json.loads(((folder or self.run) / "dtypes.json").read_text())
+        content = read_json((folder or self.run) / "dtypes.json")
         rows = [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
         return {row["module"]: row for row in rows}
 

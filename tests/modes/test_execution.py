@@ -1,6 +1,5 @@
 """Layers that count as converted do run: bypassed layers and readers of packed weights."""
 
-import json
 import random
 import re
 from functools import partial
@@ -10,6 +9,7 @@ import pytest
 import torch
 from nets import Tables
 from nets_that_pass_by import Leaves, Reads
+from run_folders import read_json
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -53,14 +53,14 @@ def run_net(main, tmp_path):
         emulate = ["precision.emulate=true"] if precision in EMULATED else []
         done = main(*words.split(), *emulate, *args)
         file = tmp_path / run.folder / "result.json"
-        return done, json.loads(file.read_text()) if done.rc == 0 else {}
+        return done, read_json(file) if done.rc == 0 else {}
 
     run.folder = "out"
     return run
 
 
 def conversion(tmp_path, folder="out"):
-    rows = json.loads((tmp_path / folder / "conversion.json").read_text())
+    rows = read_json(tmp_path / folder / "conversion.json")
     return {row["module"]: (row["done"], row["why"]) for row in rows}
 
 

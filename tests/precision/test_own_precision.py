@@ -1,10 +1,8 @@
 """A precision of the user's own: one class in a folder of his, one yaml in its config folder."""
 
-import json
-
 import pytest
 import torch
-from run_folders import copy_files
+from run_folders import copy_files, read_json
 
 from runner.precision import registry
 
@@ -97,7 +95,7 @@ def test_a_sweep_reports_an_own_precision(own, tmp_path):
     own(*DIGITS, *words, *sweep).check_ok()
     (page,) = tmp_path.glob("outputs/sweeps/*/report.md")
     assert "own-half" in page.read_text()
-    results = [json.loads(p.read_text()) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
+    results = [read_json(p) for p in tmp_path.glob("outputs/sweeps/*/*/result.json")]
     assert {r["precision"] for r in results} == {"32-true", "own-half"}
     assert {r["status"] for r in results} == {"finished"}
 

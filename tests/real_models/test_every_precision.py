@@ -1,6 +1,5 @@
 """Real architectures in every precision that runs here: what a run claims is what ran."""
 
-import json
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ import architectures
 import pytest
 import torch
 from architectures import ARCHITECTURES, LANGUAGE
+from run_folders import read_json
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
@@ -217,8 +217,8 @@ NOISE = {"transformer-engine-nvfp4": 0.2, "bnb-fp4": 0.2, "bnb-fp4-dq": 0.2}
 def test_what_a_conversion_claims_is_what_ran(trained, name, precision):
     folder, metrics, ran, model = trained(name, precision)
     plain = architectures.build(name)
-    _check_count(json.loads((folder / "conversion.json").read_text()), ran, model, plain)
-    table = json.loads((folder / "dtypes.json").read_text())
+    _check_count(read_json(folder / "conversion.json"), ran, model, plain)
+    table = read_json(folder / "dtypes.json")
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     _check_dtypes(rows, ran, model)
     (first, *_), _ = by_hand(name, "32-true")

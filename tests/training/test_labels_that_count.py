@@ -1,6 +1,5 @@
 """Micro-batches with masked labels and padding train as one large batch does, by hand."""
 
-import json
 import math
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_language import GPT2, IGNORED, LONGEST, by_hand, pad, sequences, sets
+from run_folders import read_json
 from states import make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
@@ -195,7 +195,7 @@ def run_gpt2(main, tmp_path):
     def run(*typed):
         done = main(*OWN, *typed)
         found = [*tmp_path.glob("outputs/runs/*/result.json")]
-        return done, json.loads(found[0].read_text()) if found else {}
+        return done, read_json(found[0]) if found else {}
 
     return run
 

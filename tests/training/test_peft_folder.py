@@ -1,11 +1,10 @@
 """An adapter as peft's own folder: peft loads it onto the base, which then computes as the run."""
 
-import json
-
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from run_folders import read_json
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_configs import tiny_config
@@ -134,7 +133,7 @@ def test_peft_loads_the_folder_and_computes_the_same_logits(tmp_path, make, sett
     loaded = PeftModel.from_pretrained(make(), tmp_path).eval()
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-6)
     assert (logits(make()) - logits(model)).abs().max() > 0.001
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config = read_json(tmp_path / "adapter_config.json")
     # With twice the rank where what the additions started with is subtracted.
     factor = 2 if settings.get("init") in CHANGES_BASE else 1
     assert config["r"] == 4 * factor
@@ -150,7 +149,7 @@ def test_peft_loads_the_folder_and_computes_the_same_logits(tmp_path, make, sett
 def test_the_folder_says_how_the_additions_started(tmp_path, init, of_peft):
     model, _ = adapted(normed, init=init, modules=["layer"])
     write_adapter(model, model.state_dict(), tmp_path, {}, init)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config = read_json(tmp_path / "adapter_config.json")
     assert config["init_lora_weights"] == of_peft
     with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
         assert file.metadata()["adapter.init"] == init

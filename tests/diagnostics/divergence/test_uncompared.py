@@ -1,11 +1,11 @@
 """What is 0 or not finite in the reference shows nothing, and is counted and named."""
 
-import json
 import math
 
 import pytest
 import torch
 from compared_models import compare, wrong_gradient
+from run_folders import read_json
 from torch import nn
 
 from runner.diagnostics.divergence.divergence_report import (
@@ -55,7 +55,7 @@ def test_a_bug_behind_a_layer_of_zeros_is_not_compared(tmp_path):
     write_page(report(found), tmp_path / "diff.html")
     assert "nothing that could be compared" in (tmp_path / "diff.html").read_text()
     write_json_report(report(found), tmp_path / "diff.json")
-    (step,) = json.loads((tmp_path / "diff.json").read_text())["steps"]
+    (step,) = read_json(tmp_path / "diff.json")["steps"]
     rows = {row["module"]: row["uncompared"] for row in step["modules"]}
     assert rows.pop("2") == ["backward", "output"]
     assert rows.pop("(loss)") == []

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_folders import read_json
 
 GOLDEN = Path(__file__).parent / "golden"
 SWEEPS = {
@@ -109,11 +110,11 @@ def test_the_html_report_has_the_cells_of_the_golden_one(rebuilt):
 
 def test_the_tables_have_a_row_per_job(rebuilt):
     _, folder = rebuilt
-    results = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
+    results = [read_json(path) for path in folder.glob("*/result.json")]
     labels = sorted(result["label"] for result in results)
     with (folder / "report.csv").open(newline="") as file:
         assert sorted(row["label"] for row in csv.DictReader(file)) == labels
-    rows = json.loads((folder / "report.json").read_text())["rows"]
+    rows = read_json(folder / "report.json")["rows"]
     assert sorted(row["label"] for row in rows) == labels
 
 

@@ -3,13 +3,13 @@
 import contextlib
 import csv
 import io
-import json
 import math
 import re
 from dataclasses import replace
 
 import pytest
 from job_results import finished, lost
+from run_folders import read_json
 
 from runner.core.run.result import RunResult
 from runner.sweeps.report.pages import write_report, write_rows
@@ -59,7 +59,7 @@ def test_csv_and_json_hold_every_digit_and_any_text(tmp_path):
     assert float(read[0]["metric.val/loss"]) == 1 / 3
     assert (read[0]["metric.val/iou"], read[1]["quality_value"]) == ("inf", "")
     assert read[1]["error"] == FAILED.error
-    content = json.loads(json_path.read_text(), parse_constant=pytest.fail)
+    content = read_json(json_path)
     assert content["rows"][0]["metric.val/loss"] == 1 / 3
     assert content["rows"][0]["metric.val/iou"] == "inf"
     assert content["rows"][1]["quality_value"] is None
@@ -77,7 +77,7 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
     _, other, _ = compare_with_baselines(data.results)
     metrics, tags, steps = data.answer.record
     write_report(data, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["answer"] == metrics | tags
+    assert read_json(tmp_path / "report.json")["answer"] == metrics | tags
     name = "bf16-mixed precision.x:1"
     assert metrics == {
         "answer/speed_ratio/32-true": 1.0,
@@ -99,7 +99,7 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
 def test_a_sweep_without_jobs_has_the_names_of_the_columns(tmp_path):
     csv_path, json_path = write_rows([], tmp_path)
     assert csv_path.read_text() == ",".join(table_columns([])) + "\n"
-    assert json.loads(json_path.read_text())["rows"] == []
+    assert read_json(json_path)["rows"] == []
 
 
 def test_a_secret_in_a_jobs_texts_is_in_no_table(tmp_path):

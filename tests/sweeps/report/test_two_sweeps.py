@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from job_results import CPU, finished
+from run_folders import read_json
 
 from runner.core.base.errors import ConfigError
 from runner.core.run.result import RunResult
@@ -173,7 +174,7 @@ def test_two_folders_or_two_ids_are_reported(two_swept, main, tmp_path):
     assert differs in done.stdout.replace("\\", "")
     assert "Against 32-true of A: 32-true sweep=B: not judged" in done.stdout
     assert (tmp_path / "both" / "report.html").exists()
-    ids = [json.loads((folder / "sweep.json").read_text())["id"] for folder in (one, two)]
+    ids = [read_json(folder / "sweep.json")["id"] for folder in (one, two)]
     stored = main("report", *ids, f"tracking.uri={uri}").check_ok()
     assert differs in stored.stdout.replace("\\", "")
     folder = Path("outputs/reports") / f"{ids[0]}-and-{ids[1]}"

@@ -1,7 +1,6 @@
-import json
-
 import pytest
 import torch
+from run_folders import read_json
 
 from runner.training.callbacks.runner_callbacks import Profiler
 
@@ -22,7 +21,7 @@ def test_the_first_steps_are_profiled(tmp_path, step, work):
     assert list(tmp_path.iterdir()) == []
     observer.on_steps((step(3),), None)
     assert "aten::mm" in (tmp_path / "profile.txt").read_text()
-    assert json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+    assert read_json(tmp_path / "profile.json")["traceEvents"]
     (tmp_path / "profile.txt").unlink()
     observer.on_steps((step(4),), None)
     observer.close()

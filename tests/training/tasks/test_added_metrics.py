@@ -1,11 +1,11 @@
 """task.metrics and task.quality: metrics of torchmetrics beside a task's own."""
 
-import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from run_folders import read_json
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -164,14 +164,14 @@ def test_a_run_records_the_metrics_and_is_compared_by_one(quick, main, tmp_path)
     quick(*QUICK, *keys, "checkpoint.best=true", "hydra.run.dir=run").check_ok(
         "runs are compared by val/multiclass_f1_score: more is better"
     )
-    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    found = read_json(tmp_path / "run" / "result.json")
     assert (found["quality"], found["direction"]) == ("val/multiclass_f1_score", "max")
     assert found["best"] >= found["metrics"]["val/multiclass_f1_score"] > 0
     recalls = {f"val/multiclass_recall/{i}" for i in range(10)}
     assert recalls | {"val/loss", "val/accuracy", found["quality"]} == set(found["metrics"])
     # One evaluation alone: the metrics of the second one of the run began anew.
     main("mode=evaluate", "checkpoint=run", "tracking=none", "hydra.run.dir=again").check_ok()
-    again = json.loads((tmp_path / "again" / "result.json").read_text())
+    again = read_json(tmp_path / "again" / "result.json")
     assert again["metrics"] == found["metrics"]
 
 
@@ -181,7 +181,7 @@ def test_metrics_change_no_step(main, tmp_path):
         place = f"hydra.run.dir={name}"
         main(*QUICK, *vit, *keys, "model.dropout=0.2", "tracking=none", place).check_ok()
     paths = [tmp_path / name / "result.json" for name in ("plain", "added")]
-    plain, added = (json.loads(path.read_text()) for path in paths)
+    plain, added = (read_json(path) for path in paths)
     assert plain["train_loss"] == added["train_loss"]
     assert plain["metrics"].items() < added["metrics"].items()
 

@@ -1,11 +1,11 @@
 """task.loss: a loss of torch or of one's own in place of the task's."""
 
-import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from run_folders import read_json
 from states import CPU, make_state, optimizer_gradients
 from torch import nn
 from torch.nn import functional as F
@@ -136,7 +136,7 @@ def test_a_run_trains_on_the_loss_and_evaluates_it(quick, main, tmp_path):
     for i, words in enumerate(([], ["task.loss={_target_: torch.nn.MultiMarginLoss}"])):
         done = quick("task=classification", "train.max_steps=1", *words, f"hydra.run.dir=run{i}")
         done.check_ok()
-        found.append(json.loads((tmp_path / f"run{i}" / "result.json").read_text()))
+        found.append(read_json(tmp_path / f"run{i}" / "result.json"))
     assert found[0]["train_loss"] != found[1]["train_loss"]
 
 
