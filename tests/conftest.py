@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from subprocess import PIPE
@@ -293,11 +292,9 @@ def empty_store(tmp_path_factory):
 
     def copy(path):
         if not template.exists():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # mlflow's, of SQLAlchemy
-                from mlflow import MlflowClient
+            from quiet_mlflow import client_of
 
-                MlflowClient(tracking_uri=f"sqlite:///{template}")
+            client_of(f"sqlite:///{template}")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(template, path)
         return f"sqlite:///{path}"

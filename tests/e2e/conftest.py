@@ -1,15 +1,12 @@
 """A store that all end-to-end tests share, and code of a user's own."""
 
-import warnings
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from quiet_mlflow import client_of, runs_in
 from run_folders import read_json, write_lab
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # mlflow's imports, not ours
-    from mlflow.tracking import MlflowClient
 
 OWN = ("--config-dir", "lab/conf", "model=net", "train.max_steps=3", "train.log_every=2")
 
@@ -36,12 +33,7 @@ def store(tmp_path_factory, empty_store):
 def reader(store):
     """Return a function that makes a client of the store."""
 
-    def made():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return MlflowClient(tracking_uri=store)
-
-    return made
+    return lambda: client_of(store)
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +41,7 @@ def run_named(reader):
     """The one run of this name in the runner's own experiment."""
 
     def find(name):
-        client = reader()
-        experiment = client.get_experiment_by_name("precision-runner").experiment_id
-        (run,) = client.search_runs([experiment], f"attributes.run_name = '{name}'")
+        (run,) = (run for run in runs_in(reader()) if run.info.run_name == name)
         return run
 
     return find
@@ -91,3 +81,16 @@ def run_once(tmp_path_factory, inside):
         return finished[words]
 
     return run
+
+
+@pytest.fixture
+def copy_of_run(run_once, tmp_path):
+    """Return the folder of a command's run in a copy of its working directory, the test's own."""
+
+    def copied(*words):
+        folder = run_once(*words).folder
+        home = folder.parents[2]
+        shutil.copytree(home, tmp_path, dirs_exist_ok=True)
+        return tmp_path / folder.relative_to(home)
+
+    return copied

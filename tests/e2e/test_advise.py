@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from quiet_mlflow import runs_in
 from run_folders import only_sweep
 from waiting import SECONDS, wait_for
 
@@ -27,7 +28,7 @@ def advised(tmp_path_factory, inside, store, reader):
         tracked = (f"tracking.uri={store}", "tracking.experiment=advise")
         done = main(*WORDS, *tracked, "hydra/launcher=basic")
     client = reader()
-    runs = client.search_runs([client.get_experiment_by_name("advise").experiment_id])
+    runs = runs_in(client, "advise")
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
     return done, only_sweep(folder), parent, [run for run in runs if run is not parent], client
 

@@ -5,14 +5,11 @@ import json
 import os
 
 import pytest
+from hostile import QUICK
 
 from runner.core.config import signature
 from runner.core.record import journals as journal
 from runner.core.run.result import RunResult
-
-QUICK = (
-    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
-).split()
 
 
 def closed(path, *_, **__):

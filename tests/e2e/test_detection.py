@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from run_folders import copy_files, read_json, write_files
+from run_folders import copy_files, metrics_in, write_page
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torchvision.models import get_model
@@ -61,10 +61,6 @@ def sets(lab, monkeypatch):
     return import_module("squares")
 
 
-def metrics(folder):
-    return read_json(folder / "result.json")["metrics"]
-
-
 def has_weights_of(model, folder):
     """Return whether a run exported the very weights of a model."""
     own, saved = model.state_dict(), load_file(folder / "model.safetensors")
@@ -95,14 +91,14 @@ def test_a_detector_learns_bit_by_bit_what_a_loop_by_hand_learns(trained, sets):
     with torch.no_grad():
         for images, targets in batches(val, sets.two_lists):
             total += sum(model(images, targets).values()).item() * len(images)
-    assert metrics(trained) == {"val/loss": pytest.approx(total / len(val), rel=1e-6)}
+    assert metrics_in(trained) == {"val/loss": pytest.approx(total / len(val), rel=1e-6)}
 
 
 @pytest.mark.extended
 def test_a_detector_trains_in_bf16_mixed_in_micro_batches(detect, lab):
     words = ("precision=bf16-mixed", "train.max_steps=1", "train.accumulate=2")
     detect(*words, "checkpoint.final=false", "hydra.run.dir=run").check_ok()
-    assert metrics(lab / "run")["val/loss"] > 0
+    assert metrics_in(lab / "run")["val/loss"] > 0
 
 
 def test_a_detector_in_16_mixed_resumes_where_it_stopped(detect, lab):
@@ -114,11 +110,11 @@ def test_a_detector_in_16_mixed_resumes_where_it_stopped(detect, lab):
     )
     saving = ("hydra.run.dir=run", "checkpoint.every_steps=1", "checkpoint.keep=2")
     detect(*words, "precision.loss_scale.init_scale=256", *saving).check_ok()
-    expected = metrics(lab / "run")
+    expected = metrics_in(lab / "run")
     (lab / "run" / "result.json").unlink()
     checkpoint = lab / "run" / "checkpoints" / "step-00000001.pt"
     detect(f"checkpoint.resume={checkpoint}", "train.max_steps=2").check_ok()
-    assert metrics(lab / "run") == expected
+    assert metrics_in(lab / "run") == expected
 
 
 def test_it_is_planned_and_evaluated(detect, trained):
@@ -182,17 +178,12 @@ def test_a_segmenter_with_an_auxiliary_head_trains(segment, lab, precision):
     words = (f"precision={precision}", "train.max_steps=1", "hydra.run.dir=run")
     model = ("model.name=deeplabv3_mobilenet_v3_large", "model.options={aux_loss: true}")
     segment(*model, "task.aux_weight=0.4", *words).check_ok()
-    assert set(metrics(lab / "run")) == {"val/loss", "val/accuracy", "val/iou"}
+    assert set(metrics_in(lab / "run")) == {"val/loss", "val/accuracy", "val/iou"}
 
 
 def test_the_example_of_the_docs_trains(lab, root, main):
+    write_page("vision.md", lab)
     page = (root / "docs" / "vision.md").read_text()
-    blocks = (("python", "lab/boxes.py"), ("yaml", "lab/conf/data/boxes.yaml"))
-    texts = {
-        name: page.partition(f"```{kind}\n# {name}\n")[2].partition("```")[0]
-        for kind, name in blocks
-    }
-    write_files(lab, texts)
     (command,) = re.findall(r"    python -m runner (.*data=boxes.*)\n", page)
     small = ("tracking=none", "train.max_steps=1", "train.batch_size=4", "checkpoint.final=false")
     main(*command.split(), *small).check_ok("val/loss")

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from hostile import QUICK
 from PIL import Image
 from pyarrow import parquet as pq
 
@@ -25,9 +26,6 @@ from runner.data.datasets.parquet import parquet
 from runner.sweeps.report.sweep_data import flat_config
 
 LEVELS = 30
-QUICK = (
-    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
-).split()
 
 
 def bomb():

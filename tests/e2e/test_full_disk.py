@@ -4,6 +4,7 @@ import re
 import subprocess
 
 import pytest
+from quiet_mlflow import runs_in
 from run_folders import only_run, read_json, write_lab
 
 pytestmark = pytest.mark.slow
@@ -91,8 +92,7 @@ def test_the_store_has_the_reason(small, cli, store, reader):
     assert done.rc == 1
     check_no_traceback(done)
     assert f"The model is not in MLflow, its checkpoint has the weights: {FULL}." in done.stdout
-    client = reader()
-    (run,) = client.search_runs([client.get_experiment_by_name("full").experiment_id])
+    (run,) = runs_in(reader(), "full")
     assert run.info.status == "FAILED"
     assert f"A checkpoint could not be written ({FULL})" in run.data.tags["error"]
     assert run.data.metrics["train/loss"] > 0

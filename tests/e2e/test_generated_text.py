@@ -1,7 +1,8 @@
 """A hook of the user's generates text with a language model; MLflow shows it and its picture."""
 
 import pytest
-from run_folders import write_files
+from quiet_mlflow import client_of, runs_in
+from run_folders import write_page
 
 pytest.importorskip("transformers")
 pytest.importorskip("torchmetrics")
@@ -11,11 +12,9 @@ GPT2 = "{model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 2, vocab_size: 64, eo
 
 
 @pytest.fixture
-def run_of_docs(root, main, tmp_path):
+def run_of_docs(main, tmp_path):
     """A command in a folder that has the hook of the page."""
-    page = (root / "docs" / "own-code.md").read_text()
-    code = page.partition("```python\n# lab/samples.py\n")[2].partition("```")[0]
-    write_files(tmp_path, {"lab/samples.py": code})
+    write_page("own-code.md", tmp_path, "lab/samples.py")
     return main
 
 
@@ -34,10 +33,8 @@ def test_the_text_and_the_picture_are_among_the_artifacts(run_of_docs, tmp_path,
         "num_classes: 64, top_k: 5}}",
         f"tracking.uri={uri}",
     ).check_ok()
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("precision-runner").experiment_id])
+    client = client_of(uri)
+    (run,) = runs_in(client)
     folder = "samples/step-00000002"
     found = {file.path: file.file_size for file in client.list_artifacts(run.info.run_id, folder)}
     assert found.keys() == {f"{folder}/text.txt", f"{folder}/tokens.png"}

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 import torch
+from quiet_mlflow import runs_in
 from refusals import message_table
 from run_folders import job_results, only_run, only_sweep, read_json, write_lab
 
@@ -88,7 +89,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(stopped):
 
 def test_the_store_has_the_reason_and_the_batch(stopped, reader):
     client = reader()
-    (run,) = client.search_runs([client.get_experiment_by_name("guards").experiment_id])
+    (run,) = runs_in(client, "guards")
     assert run.info.status == "FAILED"
     assert run.data.tags["error"].startswith("Diverged: guard.non_finite: the loss is nan at step")
     files = [file.path for file in client.list_artifacts(run.info.run_id)]

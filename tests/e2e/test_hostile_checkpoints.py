@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import cases, ended_well
+from hostile import QUICK, cases, ended_well
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import counts
@@ -26,9 +26,6 @@ from runner.core.record import checkpoint_file
 
 pytestmark = pytest.mark.slow
 
-QUICK = (
-    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
-).split()
 CANARY = "touched"
 CALLS = {
     "os.system": {"command": f"touch {CANARY}"},

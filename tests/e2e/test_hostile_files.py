@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile import cases, ended_well
+from hostile import QUICK, cases, ended_well
 from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import only_sweep
@@ -26,9 +26,6 @@ from runner.diagnostics import saved_batch
 from runner.tracking import history
 from runner.tracking.upload_state import UploadState
 
-QUICK = (
-    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
-).split()
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=5), part),

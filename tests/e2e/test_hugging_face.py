@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from run_folders import write_page
 from tiny_configs import tiny_config, tiny_settings
 from tiny_models import word_tokenizer
 from torch.nn import functional as F
@@ -113,16 +114,12 @@ def test_a_resumed_run_and_an_evaluation_build_the_model_again(job, lab, main, r
     assert result(lab)["metrics"] == resumed
 
 
-def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, root, main, result):
+def test_the_four_lines_of_the_docs_train_on_a_parquet_file(lab, main, result):
     import pyarrow as pa
     from pyarrow import parquet as pq
     from transformers import AutoModelForCausalLM
 
-    page = (root / "docs" / "own-code.md").read_text()
-    yaml = page.partition("```yaml\n# lab/conf/experiment/tune.yaml\n")[2].partition("```")[0]
-    experiment = lab / "lab" / "conf" / "experiment" / "tune.yaml"
-    experiment.parent.mkdir()
-    experiment.write_text(yaml)
+    write_page("own-code.md", lab, "lab/conf/experiment/tune.yaml")
     fast = word_tokenizer(("[UNK]", "a", "b", "c"), unk_token="[UNK]")
     fast.save_pretrained(lab / "models" / "tiny")
     tiny = AutoModelForCausalLM.from_config(tiny_config("gpt2", n_positions=1024))

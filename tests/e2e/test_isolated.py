@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from quiet_mlflow import runs_in
 from run_folders import job_results, write_lab
 from waiting import SECONDS, wait_for
 
@@ -36,8 +37,7 @@ def deaths(tmp_path_factory, inside, store, reader):
     tracked = (f"tracking.uri={store}", "tracking.experiment=deaths")
     with inside(folder) as main:
         done = main(*TINY, f"model.how={','.join(WAYS)}", *tracked)
-    client = reader()
-    runs = client.search_runs([client.get_experiment_by_name("deaths").experiment_id])
+    runs = runs_in(reader(), "deaths")
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
     children = {Path(run.data.tags["output_dir"]).name: run for run in runs if run is not parent}
     return done, job_results(folder), [children[str(n)] for n in range(len(WAYS))], parent
@@ -162,6 +162,4 @@ def test_signals_to_a_sweep(sweep, store, reader):
             assert "Traceback" not in stderr
     for name in ("SIGINT", "SIGTERM"):
         assert list(running[name][1].glob("outputs/sweeps/*/0/checkpoints/step-*.pt"))
-    client = reader()
-    runs = client.search_runs([client.get_experiment_by_name("signals").experiment_id])
-    assert [run.info.status for run in runs] == ["KILLED"] * 4
+    assert [run.info.status for run in runs_in(reader(), "signals")] == ["KILLED"] * 4

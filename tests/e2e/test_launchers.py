@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from quiet_mlflow import runs_in
 from run_folders import job_results, only_sweep, read_json
 from waiting import SECONDS, wait_for
 
@@ -122,8 +123,7 @@ def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, lab, slurm, store, read
 
 
 def _check_store(client, found):
-    experiment = client.get_experiment_by_name("slurm").experiment_id
-    runs = client.search_runs([experiment])
+    runs = runs_in(client, "slurm")
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
     assert parent.info.status == "FAILED"
     assert len(runs) == 3  # the job that was started twice is one run

@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from mlflow import MlflowClient
+from quiet_mlflow import client_of, runs_in
 
 QUICK = "model=mlp model.hidden=[16] train.max_steps=2 tracking.log_model=false"
 
@@ -31,8 +31,7 @@ def test_a_project_is_the_parent_of_a_sweep_it_starts(tmp_path, root, empty_stor
             env_manager="local",
         )
     assert done.get_status() == "FINISHED"
-    client = MlflowClient(store)
-    runs = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    runs = runs_in(client_of(store), "mine")
     parents = {run.info.run_id: run.data.tags.get("mlflow.parentRunId") for run in runs}
     (project,) = [run_id for run_id, parent in parents.items() if parent is None]
     (sweep,) = [run_id for run_id, parent in parents.items() if parent == project]
@@ -42,7 +41,7 @@ def test_a_project_is_the_parent_of_a_sweep_it_starts(tmp_path, root, empty_stor
 
 def test_a_run_with_a_note_is_nested_under_the_outer_run(main, empty_store, tmp_path, monkeypatch):
     store = empty_store(tmp_path / "mlflow.db")
-    client = MlflowClient(store)
+    client = client_of(store)
     experiment = client.create_experiment("mine")
     parent = client.create_run(experiment).info.run_id
     for name, value in (("TRACKING_URI", store), ("EXPERIMENT_ID", experiment), ("RUN_ID", parent)):
@@ -58,8 +57,7 @@ def test_tags_with_dots_and_a_note_are_recorded(main, empty_store, tmp_path):
     typed = ("tracking.tags.ci.job=4711", "tracking.tags={team: vision}")
     note = "tracking.note=Before the new driver"
     main(*QUICK.split(), f"tracking.uri={store}", *typed, note).check_ok()
-    client = MlflowClient(store)
-    (run,) = client.search_runs([client.get_experiment_by_name("precision-runner").experiment_id])
+    (run,) = runs_in(client_of(store))
     tags = run.data.tags
     assert (tags["ci.job"], tags["team"]) == ("4711", "vision")
     assert tags["mlflow.note.content"].startswith("Before the new driver\n\n**val/loss")

@@ -3,16 +3,12 @@
 import sys
 
 import pytest
-from run_folders import copy_files, read_json
+from run_folders import copy_files, metrics_in
 
 ADDED = (
     "model=mlp model._target_=stateful.Net ~model.hidden ~model.input_shape ~model.classes"
 ).split()
 RUN = (*ADDED, "tracking=none", "train.batch_size=16", "debug.overfit=2", "train.eval_every=4")
-
-
-def metrics(folder):
-    return read_json(folder / "result.json")["metrics"]
 
 
 @pytest.fixture
@@ -24,13 +20,13 @@ def net(tmp_path, monkeypatch):
 def test_trials_leave_no_trace_and_a_resume_continues_with_changed_buffers(net, main, tmp_path):
     main(*RUN, "train.max_steps=8", "hydra.run.dir=whole").check_ok()
     assert sys.modules["stateful"].Net.first == (None, [])
-    expected = metrics(tmp_path / "whole")
+    expected = metrics_in(tmp_path / "whole")
     begun = main(*RUN, "train.max_steps=4", "hydra.run.dir=begun")
     # Not the hidden state, which each forward replaces without having read it.
     named = "warning: calls: no checkpoint holds what the model changes in attributes"
     assert (begun.stdout + begun.stderr).count(named) == 1
     main("checkpoint.resume=begun", "train.max_steps=8").check_ok()
-    assert metrics(tmp_path / "begun") == expected
+    assert metrics_in(tmp_path / "begun") == expected
     main(
         "mode=evaluate",
         "tracking=none",
@@ -38,4 +34,4 @@ def test_trials_leave_no_trace_and_a_resume_continues_with_changed_buffers(net, 
         "checkpoint=begun",
         "hydra.run.dir=evaluated",
     ).check_ok()
-    assert metrics(tmp_path / "evaluated")["val/loss"] == expected["val/loss"]
+    assert metrics_in(tmp_path / "evaluated")["val/loss"] == expected["val/loss"]

@@ -1,15 +1,10 @@
 """Searches by Optuna: in the task's direction, past failed jobs, to the table of a sweep."""
 
-from importlib.util import find_spec
-
 import pytest
 from omegaconf import OmegaConf
 from run_folders import job_results
 
-pytestmark = pytest.mark.skipif(
-    find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
-    reason="hydra-optuna-sweeper is not installed: pip install 'precision-runner[optuna]'",
-)
+pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
 TINY = "model=mlp model.hidden=[16] train.max_steps=3 train.log_every=2 tracking=none".split()
 SEARCH = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic")
 SEED = "hydra.sweeper.sampler.seed=0"

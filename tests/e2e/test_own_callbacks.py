@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from run_folders import read_json
+from run_folders import read_json, write_page
 from typed_runs import TypedRuns
 
 NOTE = "callbacks.note._target_=lab.callbacks.Note"
@@ -183,12 +183,8 @@ def test_a_strangers_checkpoint_calls_no_callback(stopped, main, lab):
     )
 
 
-def test_the_page_runs_in_a_sweep_too(main, root, lab):
-    text = (root / "docs" / "own-callbacks.md").read_text()
-    for path, content in re.findall(r"```\w+\n# (lab/\S+)\n(.*?)```", text, re.DOTALL):
-        file = lab / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
+def test_the_page_runs_in_a_sweep_too(main, lab):
+    write_page("own-callbacks.md", lab)
     typed = (
         "-m --config-dir lab/conf callbacks=watch callbacks.watch.goal=0.05,0.999 data=digits "
         "model=mlp train.max_steps=4 train.eval_every=2 tracking=none hydra/launcher=basic "

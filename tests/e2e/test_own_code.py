@@ -1,13 +1,11 @@
 """A model, data and configs of one's own, from any folder."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from run_folders import write_lab
 
 from runner.core.config.room import modes
 
@@ -35,21 +33,10 @@ def test_own_code_trains(main, lab, result, typed, names):
     assert result(lab)["step_ms"] > 0
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, inside):
-    """A folder with code of one's own, and a run with a checkpoint of each step."""
-    home = write_lab(tmp_path_factory.mktemp("trained"))
-    with inside(home) as main:
-        main(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9").check_ok()
-    return home
-
-
 @pytest.fixture
-def folder(trained, tmp_path):
-    """Return the run's folder in a copy of what was trained."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    (found,) = tmp_path.glob("outputs/runs/*")
-    return found
+def folder(copy_of_run):
+    """The folder of a run with a checkpoint of each step, beside code of one's own."""
+    return copy_of_run(*OWN.split(), "checkpoint.every_steps=1", "checkpoint.keep=9")
 
 
 def test_a_checkpoint_is_evaluated_with_own_code(folder, main, tmp_path, result):

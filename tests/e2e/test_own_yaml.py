@@ -4,18 +4,13 @@ import json
 import re
 
 import pytest
-from run_folders import copy_files
+from run_folders import copy_files, write_files, write_page
 
 
 @pytest.fixture
-def documented(main, root, tmp_path):
-    """A command in a folder that has the yamls of the page, with Python code of the test's."""
-    text = (root / "docs" / "own-code.md").read_text()
-    for path, content in re.findall(r"```yaml\n# (lab/conf/\S+)\n(.*?)```", text, re.DOTALL):
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    copy_files("own_yaml", tmp_path)
+def documented(main, tmp_path):
+    """A command in a folder that has the files of the page, with further code of the test's."""
+    copy_files("own_yaml", write_page("own-code.md", tmp_path))
 
     def run(typed, *more):
         return main(*f"--config-dir lab/conf tracking=none {typed}".split(), *more)
@@ -54,33 +49,22 @@ def test_a_model_of_transformers_in_yaml(documented):
 
 
 def test_a_file_that_is_no_yaml(documented, tmp_path):
-    file = tmp_path / "lab" / "conf" / "experiment" / "bad.yaml"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("# @package _global_\nmodel: {a: ${oc.env:X,32}}\n")
-    done = documented("experiment=bad").check_refused()
+    file = "lab/conf/experiment/bad.yaml"
+    write_files(tmp_path, {file: "# @package _global_\nmodel: {a: ${oc.env:X,32}}\n"})
+    done = documented("experiment=bad").check_refused(f"{tmp_path / file}, line 2, column")
     assert done.stderr.count("\n") == 1
-    assert f"{file}, line 2, column" in done.stderr
 
 
-def test_a_resolver_of_ones_own(fresh_cli, root, tmp_path):
-    text = (root / "docs" / "own-code.md").read_text()
-    (content,) = re.findall(
-        r"```python\n# conf/hydra_plugins/resolvers.py\n(.*?)```", text, re.DOTALL
-    )
-    for folder in (tmp_path / "conf" / "hydra_plugins", tmp_path / "hydra_plugins"):
-        folder.mkdir(parents=True)
-    (tmp_path / "conf" / "hydra_plugins" / "resolvers.py").write_text(content)
-    (tmp_path / "hydra_plugins" / "evil.py").write_text("raise SystemExit('imported')")
+def test_a_resolver_of_ones_own(fresh_cli, tmp_path):
+    write_page("own-code.md", tmp_path, "conf/hydra_plugins/resolvers.py")
+    write_files(tmp_path, {"hydra_plugins/evil.py": "raise SystemExit('imported')"})
     words = ("model=mlp", "model.hidden=['${mul:2,3}']", "--cfg", "job", "--resolve")
     fresh_cli("--config-dir", "conf", *words).check_ok("hidden:\n  - 6")
     fresh_cli(*words).check_refused("hydra_plugins/ in the folder of --config-dir")
 
 
-def test_a_stream_of_hugging_face(documented, root, tmp_path):
+def test_a_stream_of_hugging_face(documented, tmp_path):
     pytest.importorskip("datasets")
-    text = (root / "docs" / "own-code.md").read_text()
-    (content,) = re.findall(r"```python\n# lab/streams.py\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "lab" / "streams.py").write_text(content)
     for name, count in (("rows", 20), ("held_out", 8)):
         rows = [json.dumps({"x": [i / 4, 1.0, -i, 2.0], "label": i % 2}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
@@ -93,11 +77,10 @@ def test_a_stream_of_hugging_face(documented, root, tmp_path):
 
 def test_an_own_preset_of_a_sweep_is_one(main, tmp_path):
     """Its yaml alone makes the command a sweep."""
-    preset = tmp_path / "conf" / "experiment" / "grid.yaml"
-    preset.parent.mkdir(parents=True)
-    preset.write_text(
+    preset = (
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: basic\n\n"
         "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 0,1\n"
     )
+    write_files(tmp_path, {"conf/experiment/grid.yaml": preset})
     tiny = "experiment=grid model=mlp model.hidden=[4] train.max_steps=1 tracking=none"
     main("--config-dir", "conf", *tiny.split()).check_ok("32-true seed=1")

@@ -1,10 +1,8 @@
 """Quantisation-aware training and packed precisions, as the command line runs them."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from run_folders import job_results, read_json
+from run_folders import job_results, metrics_in
 
 MLP = "accelerator=cpu model=mlp model.hidden=[64] data=digits tracking=none".split()
 STEPS = 10
@@ -13,19 +11,9 @@ EVALUATE = ("mode=evaluate", "accelerator=cpu", "tracking=none")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, inside, result):
+def trained(run_once):
     """Return the folder of a short training in a precision; each is trained once."""
-    made = {}
-
-    def train(*words):
-        if words not in made:
-            folder = tmp_path_factory.mktemp("trained")
-            with inside(folder) as main:
-                main(*MLP, f"train.max_steps={STEPS}", *words).check_ok()
-            made[words] = Path(result(folder)["folder"])
-        return made[words]
-
-    return train
+    return lambda *words: run_once(*MLP, f"train.max_steps={STEPS}", *words).folder
 
 
 @pytest.fixture
@@ -39,14 +27,10 @@ def evaluate(main, tmp_path, result):
     return evaluated
 
 
-def metrics_of(folder):
-    return read_json(folder / "result.json")["metrics"]
-
-
 @pytest.mark.parametrize("name", PACKED)
 def test_what_training_saw_is_what_the_packed_model_computes(trained, evaluate, name):
     folder = trained(f"precision=qat-{name}")
-    wanted = metrics_of(folder)
+    wanted = metrics_in(folder)
     found = evaluate(folder, f"precision={name}")
     assert found["trained_in"] == f"qat-{name}"
     assert found["converted"] == "2/2"
@@ -67,8 +51,8 @@ def test_one_table_compares_runs_with_and_without(trained, main, tmp_path):
     main("-m", "hydra/launcher=basic", *EVALUATE, checkpoints, "precision=32-true,int4").check_ok()
     jobs = job_results(tmp_path)
     assert [job["precision"] for job in jobs] == ["32-true", "int4", "32-true", "int4"]
-    assert jobs[0]["metrics"] == metrics_of(folders[0])
-    assert jobs[3]["metrics"] == metrics_of(folders[1])
+    assert jobs[0]["metrics"] == metrics_in(folders[0])
+    assert jobs[3]["metrics"] == metrics_in(folders[1])
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -87,7 +71,7 @@ def test_training_packed_weights_is_refused(main, name):
 def test_a_tuned_model_is_evaluated_as_trained_and_merged(trained, evaluate, name):
     base = trained("precision=qat-int4")
     folder = trained(f"precision={name}", "adapter=lora", f"init.weights={base}")
-    wanted = metrics_of(folder)
+    wanted = metrics_in(folder)
     assert evaluate(folder)["metrics"] == wanted
     merged = evaluate(folder, "precision=32-true")["metrics"]
     assert merged["val/loss"] == pytest.approx(wanted["val/loss"], rel=0.05)

@@ -1,11 +1,11 @@
 """Models of Hugging Face and timm from yaml alone: what a run offers besides training."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from run_folders import losses_in
 from tiny_models import arrays, batches, build, typed
 from torch import nn
 
@@ -36,11 +36,6 @@ def job(main, files, tmp_path, result):
 def first_of(name, *others):
     """Return the values of a test's parameter: the others are further examples."""
     return [name, *(pytest.param(other, marks=pytest.mark.extended) for other in others)]
-
-
-def losses_in(folder):
-    rows = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
-    return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 def newest_checkpoint(folder):

@@ -3,13 +3,12 @@
 test_precisions.py shows each precision; here each family of them meets an architecture.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from run_folders import read_json
+from run_folders import losses_in, metrics_in, read_json
 from safetensors.torch import load_file
 from tiny_models import NAMES, train_by_hand, typed
 
@@ -34,15 +33,6 @@ def train(main, files, tmp_path, result):
         return folder, losses_in(folder)
 
     return run
-
-
-def losses_in(folder):
-    rows = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
-    return [row["train/loss"] for row in rows if "train/loss" in row]
-
-
-def metrics_in(folder):
-    return read_json(folder / "result.json")["metrics"]
 
 
 @pytest.mark.parametrize("name", NAMES)

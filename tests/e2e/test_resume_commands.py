@@ -1,11 +1,11 @@
 """Commands that resume a run, and what the store shows of it."""
 
 import shutil
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from quiet_mlflow import client_of
 from run_folders import copy_files, finished_run, read_json
 
 from runner.core.base.files import folder_lock
@@ -38,11 +38,7 @@ def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store)
         f"skipped {damaged}: it is damaged", "resumed at step 2 of 8"
     )
     assert read_json(folder / "result.json")["run_id"] == run_id
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # mlflow's own, of SQLAlchemy
-        from mlflow import MlflowClient
-
-        client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = client_of(f"sqlite:///{tmp_path}/mlflow.db")
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["optimizer.lr"] == "0.001"
@@ -57,20 +53,10 @@ def test_a_run_is_resumed_by_its_id_as_the_same_run(main, tmp_path, empty_store)
     assert (rates[6], rates[7]) == (0.001, 0.0001)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, inside):
-    """A working directory with a finished run without a record."""
-    home = tmp_path_factory.mktemp("trained")
-    with inside(home) as main:
-        main(*QUICK, "tracking=none").check_ok()
-    return home
-
-
 @pytest.fixture
-def folder(trained, tmp_path):
-    """Return the run's folder in a copy of the working directory."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    return finished_run(tmp_path)
+def folder(copy_of_run):
+    """The folder of a finished run without a record."""
+    return copy_of_run(*QUICK, "tracking=none")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from run_folders import read_json
+from run_folders import metrics_in, read_json
 
 from runner.core.config.schema import flatten
 from runner.core.record import journals
@@ -21,24 +21,17 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory, inside, store, reader, result):
+def tracked(run_once, store, reader):
     """A run with a loss scale in a real store: (its folder, its MLflow run, the client)."""
-    folder = tmp_path_factory.mktemp("tracked")
-    with inside(folder) as main:
-        main(*TINY, *SCALED, f"train.max_steps={STEPS}", f"tracking.uri={store}").check_ok()
-    outcome = result(folder)
+    run = run_once(*TINY, *SCALED, f"train.max_steps={STEPS}", f"tracking.uri={store}")
     client = reader()
-    return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client
+    return run.folder, client.get_run(run.result["run_id"]), client
 
 
 def points(tracked, key):
     _, run, client = tracked
     history = client.get_metric_history(run.info.run_id, key)
     return sorted((point.step, point.value) for point in history)
-
-
-def metrics_of(folder):
-    return read_json(folder / "result.json")["metrics"]
 
 
 def journal(folder):
@@ -240,14 +233,14 @@ def test_a_checkpoint_is_evaluated_by_name(tracked, main, store, result, how):
     command = ("mode=evaluate", f"checkpoint={where}", f"tracking.uri={store}")
     main(*command, "precision=16-mixed").check_ok()
     outcome = result(Path.cwd())
-    assert outcome["metrics"] == metrics_of(folder)
+    assert outcome["metrics"] == metrics_in(folder)
     assert outcome["steps"] == STEPS
 
 
 def test_a_checkpoint_is_evaluated_in_another_precision(tracked, main, result):
     typed = ("mode=evaluate", f"checkpoint={tracked[0]}", "precision=bf16-true", "tracking=none")
     assert main(*typed).rc == 0
-    found, trained = result(Path.cwd())["metrics"], metrics_of(tracked[0])
+    found, trained = result(Path.cwd())["metrics"], metrics_in(tracked[0])
     assert found["val/loss"] == pytest.approx(trained["val/loss"], rel=0.05)
     assert found != trained
 

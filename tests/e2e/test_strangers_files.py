@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from hostile import QUICK
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
-QUICK = (
-    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
-).split()
 CANARY = "touched"
 EVIL = f"""from pathlib import Path
 Path({CANARY!r}).touch()

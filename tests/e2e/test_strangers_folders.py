@@ -10,20 +10,16 @@ import shutil
 import signal
 import socket
 import sqlite3
-import warnings
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from quiet_mlflow import MlflowClient
 from run_folders import read_json
+from transformers import GPT2Config, GPT2LMHeadModel
 from waiting import SECONDS, wait_for
 
 from runner.core.record.journals import Journal
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # mlflow's imports, not ours
-    from mlflow import MlflowClient
-    from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.slow
 

@@ -5,11 +5,10 @@ import os
 import re
 import shutil
 import signal
-import warnings
-from importlib.util import find_spec
 
 import pytest
 import torch
+from quiet_mlflow import client_of
 from run_folders import read_json
 from waiting import SECONDS, wait_for
 
@@ -77,12 +76,7 @@ def test_a_resumed_sweep_ends_like_an_uninterrupted_one(interrupted, main, lab, 
     assert main(*SWEEP, "tracking.log_model=false", "hydra/launcher=basic", uri).rc == 0
     (whole,) = lab.glob("outputs/sweeps/*")
     assert resumed == final_state(whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # mlflow's own, of SQLAlchemy
-        from mlflow import MlflowClient
-
-        client = MlflowClient(uri.partition("=")[2])
-        runs = client.search_runs(["1"], "tags.role = 'sweep'")
+    runs = client_of(uri.partition("=")[2]).search_runs(["1"], "tags.role = 'sweep'")
     assert [run.info.status for run in runs] == ["FINISHED"] * 2
 
 
@@ -142,11 +136,8 @@ def test_sweeps_that_cannot_be_resumed_are_refused(main, lab):
     assert "Type cd / first" in refused("sweep.resume=last")
 
 
-@pytest.mark.skipif(
-    find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_optuna_sweeper") is None,
-    reason="hydra-optuna-sweeper is not installed: pip install 'precision-runner[optuna]'",
-)
 def test_a_search_finds_its_trials_again(main, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     asked = (
         "model=mlp model.hidden=[8] train.max_steps=3 tracking=none -m hydra/launcher=basic "
         "hydra/sweeper=optuna optimizer.lr=interval(0.0005,0.05) hydra.sweeper.n_trials=3 "

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from quiet_mlflow import runs_in
 from run_folders import job_results, read_json, write_lab
 
 from runner.core.run.result import RunResult
@@ -21,7 +22,7 @@ def swept(tmp_path_factory, inside, store, reader):
         )
         done = main(*typed.split(), f"tracking.uri={store}")
     client = reader()
-    runs = client.search_runs([client.get_experiment_by_name("sweeps").experiment_id])
+    runs = runs_in(client, "sweeps")
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
     children = [run for run in runs if run is not parent]
     children.sort(key=lambda run: int(Path(run.data.tags["output_dir"]).name))

@@ -2,15 +2,14 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
-from run_folders import job_results
+from run_folders import DOCS, job_results, write_page
 from typed_runs import TypedRuns
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+PAGE = (DOCS / "training.md").read_text()
 COMMANDS = re.findall(r"^    python -m runner (.*)$", PAGE, re.MULTILINE)
-YAMLS = re.findall(r"```yaml\n# lab/conf/(\w+)/(\w+)\.yaml\n(.*?)```", PAGE, re.DOTALL)
+YAMLS = re.findall(r"```yaml\n# lab/conf/(\w+)/(\w+)\.yaml\n", PAGE)
 SHORT = "train.max_steps=20 train.batch_size=4 debug.overfit=4 tracking=none"
 SAID = {
     "optimizer.groups": "heads: 2 at lr 0.01",
@@ -42,11 +41,9 @@ def test_the_commands_of_the_page_have_their_effect(runs, command):
     assert ("clip_value" in command) == (content["spec"]["train"]["clip_value"] == 0.5)
 
 
-@pytest.mark.parametrize(("group", "name", "text"), YAMLS)
-def test_the_yamls_of_the_page_have_their_effect(runs, tmp_path, group, name, text):
-    path = tmp_path / "lab" / "conf" / group / f"{name}.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
+@pytest.mark.parametrize(("group", "name"), YAMLS)
+def test_the_yamls_of_the_page_have_their_effect(runs, tmp_path, group, name):
+    write_page("training.md", tmp_path)
     run = runs.train(f"--config-dir lab/conf {group}={name} model=vit")
     assert SAID_OF_YAMLS[name] in run.stdout
 

@@ -9,13 +9,13 @@ import tiny_models
 import torch
 import transformers
 from peft import PeftModel
-from run_folders import only_run, read_json
+from run_folders import DOCS, only_run, read_json, write_page
 from safetensors.torch import load_file, save_file
 from typed_runs import TypedRuns
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 MLP = ("model=mlp", "model.hidden=[64]", "train.max_steps=3", "debug.overfit=32", "tracking=none")
-PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+PAGE = (DOCS / "weights.md").read_text()
 SHORT = ("train.max_steps=2", "train.batch_size=8", "debug.overfit=16", "tracking=none")
 
 
@@ -29,12 +29,9 @@ def test_the_commands_of_the_page_run_one_after_another(main, tmp_path, monkeypa
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, inside):
+def trained(run_once):
     """Folder of a run that left model.safetensors."""
-    folder = tmp_path_factory.mktemp("trained")
-    with inside(folder) as main:
-        main(*MLP, "checkpoint.safetensors=true", "hydra.run.dir=run").check_ok()
-    return folder / "run"
+    return run_once(*MLP, "checkpoint.safetensors=true").folder
 
 
 @pytest.fixture
@@ -44,10 +41,7 @@ def runs(main, tmp_path):
 
 
 def test_the_yaml_of_the_page_starts_from_a_file_with_other_names(runs, tmp_path, trained):
-    (text,) = re.findall(r"```yaml\n# lab/conf/experiment/tune.yaml\n(.*?)```", PAGE, re.DOTALL)
-    path = tmp_path / "lab" / "conf" / "experiment" / "tune.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
+    write_page("weights.md", tmp_path)
     state = load_file(trained / "model.safetensors")
     named = {f"module.backbone.{name}": value for name, value in state.items()}
     torch.save(named, tmp_path / "net.pth")

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from quiet_mlflow import client_of
 from run_folders import read_json
 
 from runner.core.base.layout import HISTORY
@@ -31,11 +32,7 @@ def record(tmp_path_factory, inside, result, empty_store):
         with inside(folder) as main:
             done = main(*arguments, f"tracking.uri={uri}").check_ok()
         outcome = result(folder)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("warnings.filters", [("ignore", None, Warning, None, 0)])
-            from mlflow import MlflowClient
-
-            client = MlflowClient(uri)
+        client = client_of(uri)
         return Path(outcome["folder"]), client.get_run(outcome["run_id"]), client, done.stdout
 
     return run

@@ -4,21 +4,17 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections import Counter
 from pathlib import Path
 
 from fault_trainer import BEGAN_MS, values
 from forked_process import ForkedProcess
+from quiet_mlflow import MlflowClient
 from waiting import SECONDS, wait_for
 
 from runner.core.base.layout import HISTORY
 from runner.tracking import history
 from runner.tracking.upload_state import UploadState
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # mlflow's imports, not ours
-    from mlflow.tracking import MlflowClient
 
 ROOT = Path(__file__).parents[2]
 GREATEST = 1.7976931348623157e308

@@ -2,6 +2,11 @@
 
 from hypothesis import HealthCheck, Phase, core, settings
 
+QUICK = (
+    "model=mlp model.hidden=[4] train.max_steps=2 train.log_every=1 tracking=none accelerator=cpu"
+).split()
+"""The words of a run that takes less than a second."""
+
 
 def cases(count):
     """Return settings for `count` examples without a deadline.

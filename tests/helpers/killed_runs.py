@@ -3,18 +3,14 @@
 import random
 import sys
 import time
-import warnings
 from typing import NamedTuple
 
 import torch
 from forked_process import ForkedProcess
+from quiet_mlflow import MlflowClient
 
 from runner.core.record import checkpoint_file
 from runner.core.record import journals as journal
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of mlflow's imports
-    from mlflow.tracking import MlflowClient
 
 # A float16 GPT with dropout, shuffling, accumulation and a loss scale that moves.
 OVERRIDES = (

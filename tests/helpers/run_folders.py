@@ -1,9 +1,11 @@
 """Write a user's files, and find what commands write under outputs/."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+DOCS = Path(__file__).parents[2] / "docs"
 FILES = Path(__file__).parent / "files"
 """Folders of users: tests copy them."""
 
@@ -13,6 +15,17 @@ def read_json(path):
     return json.loads(Path(path).read_text())
 
 
+def metrics_in(folder):
+    """Return the metrics of a run's result."""
+    return read_json(folder / "result.json")["metrics"]
+
+
+def losses_in(folder):
+    """Return the losses of the steps that ProcessJournal recorded."""
+    rows = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
 def write_files(folder, files):
     """Write texts to paths below a folder, and return the folder."""
     for name, text in files.items():
@@ -20,6 +33,12 @@ def write_files(folder, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
+
+
+def write_page(name, folder, *paths):
+    """Write the files that a page of docs/ shows below a folder, all or some; return the folder."""
+    shown = re.findall(r"```\w+\n# (\S+\.\w+)\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+    return write_files(folder, {p: text for p, text in shown if not paths or p in paths})
 
 
 def copy_files(name, folder):

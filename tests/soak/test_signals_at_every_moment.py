@@ -10,15 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of mlflow's imports
-    from mlflow.tracking import MlflowClient
+from quiet_mlflow import MlflowClient
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

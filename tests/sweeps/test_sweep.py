@@ -2,10 +2,10 @@
 
 import json
 import time
-import warnings
 from dataclasses import replace
 
 import pytest
+import quiet_mlflow  # noqa: F401  so that its imports print no warning
 from job_results import finished, lost
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -15,10 +15,6 @@ from runner.core.record.tracker import NoTracker
 from runner.sweeps import sweep as sweeps
 from runner.sweeps.sweep import Sweep, sweep_name
 from runner.tracking.reader import Reader
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mlflow  # noqa: F401  its warnings are not ours
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
 NONE = {"_target_": "runner.core.record.tracker.NoTracker"}

@@ -3,16 +3,12 @@
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 from forked_process import ForkedProcess
+from quiet_mlflow import client_of
 from serving import Server
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # mlflow's imports, not ours
-    from mlflow.tracking import MlflowClient
 
 
 class StoreReader:
@@ -25,10 +21,7 @@ class StoreReader:
     @property
     def client(self):
         # Late, so that the store is first made by the code under test.
-        if self._client is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._client = MlflowClient(tracking_uri=self.uri)
+        self._client = self._client or client_of(self.uri)
         return self._client
 
     def run(self, run_id):

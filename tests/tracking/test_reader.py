@@ -1,16 +1,11 @@
 """A reader tells a missing answer of a store from a missing store, and hides secrets."""
 
-import warnings
-
 import pytest
+from quiet_mlflow import MlflowClient
 
 from runner.core.base.errors import TrackingError
 from runner.core.record.journals import JOURNAL_TAG
 from runner.tracking.reader import Reader
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # mlflow's imports, not ours
-    from mlflow import MlflowClient
 
 
 def test_a_password_is_redacted_before_the_text_is_shortened(monkeypatch):

@@ -3,13 +3,13 @@
 import itertools
 import json
 import math
-import warnings
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from job_results import GPU, finished
+from quiet_mlflow import MlflowClient
 
 from runner.core.base.errors import ConfigError, TrackingError
 from runner.core.base.layout import HISTORY
@@ -28,10 +28,6 @@ from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import history
 from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.reader import Reader, StoredRun
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from mlflow import MlflowClient
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's own, of SQLAlchemy
 DONE = finished("16-mixed", best=0.95)

@@ -1,18 +1,14 @@
 """A report made while the server of the artifacts is away says which ones it could not fetch."""
 
 import json
-import warnings
 
 import pytest
+from quiet_mlflow import MlflowClient
 from serving import Server
 
 from runner.sweeps.report.load import load_from_store
 from runner.sweeps.report.pages import write_report
 from runner.tracking.reader import Reader
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # mlflow's imports, not ours
-    from mlflow import MlflowClient
 
 pytestmark = [
     pytest.mark.slow,
