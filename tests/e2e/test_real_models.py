@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from precision_models import EMULATED
 from run_folders import losses_in, metrics_in, read_json
 from safetensors.torch import load_file
 from tiny_models import NAMES, train_by_hand, typed
@@ -84,7 +85,6 @@ FAMILIES = {
 }
 """The architecture in which each family of precisions is tried first."""
 CONVERTS = ("bnb-", "float8-", "qat-", "torchao-", "transformer-engine")
-EMULATED = ("tf32", "float8-", "torchao-", "transformer-engine")
 CASES = [
     pytest.param(
         name, precision, marks=() if FAMILIES.get(precision) == name else pytest.mark.extended

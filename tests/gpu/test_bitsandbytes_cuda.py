@@ -2,11 +2,9 @@
 
 import pytest
 import torch
+from precision_models import load_or_skip
 from torch import nn
 from torch.nn import functional as F
-
-from runner.core.base.errors import Unavailable
-from runner.precision import registry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,11 +28,7 @@ BOUND = {
 @pytest.mark.parametrize("shape", [(64, 10), (30, 10), (784, 10), (48, 100), (128, 256)])
 @pytest.mark.parametrize("mode", BOUND)
 def test_outputs_and_gradients_are_near_those_of_float32(mode, shape, rows):
-    precision = registry.load_precision(f"bnb-{mode}", compute_dtype="float32")
-    try:
-        precision.require(DEVICE)
-    except Unavailable as error:
-        pytest.skip(f"{error.what} {error.remedy}")
+    precision = load_or_skip(f"bnb-{mode}", DEVICE, compute_dtype="float32")
     torch.manual_seed(0)
     layer = nn.Linear(*shape)
     weight, bias = layer.weight.detach().cuda(), layer.bias.detach().cuda()
@@ -56,11 +50,7 @@ def test_outputs_and_gradients_are_near_those_of_float32(mode, shape, rows):
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "float8-tensorwise", "transformer-engine"])
 def test_a_compiled_model_computes_the_same(name):
-    precision = registry.load_precision(name)
-    try:
-        precision.require(DEVICE)
-    except Unavailable as error:
-        pytest.skip(f"{error.what} {error.remedy}")
+    precision = load_or_skip(name, DEVICE)
     model, _ = precision.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
     model.cuda()
     x = precision.cast(torch.randn(16, 64, device=DEVICE))

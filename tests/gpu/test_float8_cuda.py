@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
+from precision_models import load_or_skip
 from torch import nn
 
-from runner.core.base.errors import Unavailable
 from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import loss_of, train_step
 from runner.models.gpt import GPT
@@ -25,17 +25,8 @@ pytestmark = [
 ]
 
 
-def load(name, **changes):
-    precision = registry.load_precision(name, **changes)
-    try:
-        precision.require(CUDA)
-    except Unavailable as error:
-        pytest.skip(error.what)
-    return precision
-
-
 def layer(name, **changes):
-    precision = load(name, **changes)
+    precision = load_or_skip(name, CUDA, **changes)
     torch.manual_seed(0)
     made, _ = precision.convert(nn.Linear(256, 128), CUDA)
     return precision, made.to(CUDA)
@@ -88,7 +79,7 @@ def test_the_kernels_are_as_far_from_bfloat16_as_the_format_says(name):
 
 
 def gpt(name, **changes):
-    precision = load(name, **changes)
+    precision = load_or_skip(name, CUDA, **changes)
     torch.manual_seed(0)
     model, _ = precision.convert(GPT(256, 64, layers=2, heads=4, width=128), CUDA)
     model.to(CUDA)

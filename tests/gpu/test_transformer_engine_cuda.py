@@ -1,14 +1,15 @@
 """What only TransformerEngine on a CUDA device can show."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from precision_models import load_or_skip
 from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from runner.core.base.errors import Unavailable
 from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
 from runner.precision import registry
@@ -23,13 +24,7 @@ NOISE = {"nvfp4": 0.3}
 pytestmark = pytest.mark.gpu
 
 
-def load(name, **changes):
-    precision = registry.load_precision(name, **changes)
-    try:
-        precision.require(DEVICE)
-    except Unavailable as error:
-        pytest.skip(str(error))
-    return precision
+load = partial(load_or_skip, device=DEVICE)
 
 
 class Block(nn.Module):

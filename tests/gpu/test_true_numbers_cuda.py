@@ -1,21 +1,20 @@
 """What CPUs show of models that change themselves, casts and evaluations, shown on CUDA."""
 
+from functools import partial
+
 import pytest
 import torch
 from autocast_calls import CALLS, HALF, dtypes_of
 from run_folders import read_json
-from states import follow_own_state
+from states import follow_own_state, make_state
 from torch import nn
 from torch.nn import functional as F
 
 from runner.core.base.tensor_facts import narrow_parameters
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
-from runner.precision import precision, registry
+from runner.precision import precision
 from runner.precision.casting import CastCacheWatch
 from runner.precision.emulation.cuda_autocast import cuda_casts
-from runner.training.own_state import own_hooks
-from runner.training.tasks.regression import Regression
 
 pytestmark = pytest.mark.gpu
 
@@ -52,14 +51,8 @@ class Changing(nn.Module):
 
 
 def state_of(model, name, **options):
-    device = torch.device("cuda", 0)
-    policy = registry.load_precision(name, **options)
-    model, _ = policy.convert(model)
-    model.to(device)
-    driven = [ScheduledOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))]
-    state = TrainState(model, policy, Regression(), policy.scale(device), driven, device)
-    state.hooks.add(*own_hooks(state))
-    return state
+    sgd = partial(torch.optim.SGD, lr=0.01)
+    return make_state(model, name, optimizer=sgd, device=torch.device("cuda", 0), **options)
 
 
 def batch(seed, factor=1.0):

@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 import torch
 from torch import nn
 
@@ -55,6 +56,16 @@ def load_precision(name, **options):
     return registry.load_precision(name, **options)
 
 
+def load_or_skip(name, device, **options):
+    """Return a precision; skip the test where the device cannot run it."""
+    precision = registry.load_precision(name, **options)
+    try:
+        precision.require(device)
+    except Unavailable as error:
+        pytest.skip(f"{error.what} {error.remedy}")
+    return precision
+
+
 def precisions_on_cpu():
     """Return the names of the precisions that run here on a CPU, emulated where they must be."""
     return [name for name in registry.precision_names() if _runs_on_cpu(name)]
@@ -90,6 +101,25 @@ def run_forward(precision, model, inputs):
     torch.manual_seed(1)  # of stochastic rounding
     with precision.session(model, CPU), precision.forward(CPU):
         return model(precision.cast(inputs))
+
+
+def raise_inside(context):
+    """Raise a RuntimeError("inside") within a context."""
+    with context:
+        raise RuntimeError("inside")
+
+
+def random_parameters(shapes, dtype):
+    """Return parameters of some shapes, with the same normal numbers in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_random_gradients(params, step, rounded=None):
+    """Give parameters the normal gradients of a step, rounded to a dtype where one is named."""
+    generator = torch.Generator().manual_seed(step + 1)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(rounded or p.dtype).to(p.dtype)
 
 
 def relative_error(found, wanted):

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
@@ -11,6 +12,13 @@ from runner.training.own_state import OwnState, own_hooks
 from runner.training.tasks.regression import Regression
 
 CPU = torch.device("cpu")
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+"""Functions of parameters: kinds whose steps are computed in different ways."""
 
 
 def regression_net():
@@ -25,7 +33,19 @@ def regression_batch(count, seed=1):
     return torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
 
 
-def make_state(model, precision="32-true", *, task=None, optimizer=None, scale=None, **options):
+def decaying_sgd(lr=0.1):
+    """Return what makes SGD, whose rate falls with every step, of parameters."""
+
+    def make(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+        return ScheduledOptimizer(optimizer, LambdaLR(optimizer, lambda step: 0.9**step))
+
+    return make
+
+
+def make_state(
+    model, precision="32-true", *, task=None, optimizer=None, scale=None, device=CPU, **options
+):
     """Return the state of a model before its first step.
 
     Args:
@@ -37,12 +57,12 @@ def make_state(model, precision="32-true", *, task=None, optimizer=None, scale=N
         scale: the precision's own if it is left out.
     """
     policy = registry.load_precision(precision, **options)
-    model, _ = policy.convert(model)
+    model = policy.convert(model)[0].to(device)
     trainable = [p for p in model.parameters() if p.requires_grad]
     made = optimizer(trainable) if optimizer else torch.optim.SGD(trainable, lr=0.1)
     driven = made if isinstance(made, ScheduledOptimizer) else ScheduledOptimizer(made)
-    scale = scale or policy.scale(CPU)
-    state = TrainState(model, policy, task or Regression(), scale, [driven], CPU)
+    scale = scale or policy.scale(device)
+    state = TrainState(model, policy, task or Regression(), scale, [driven], device)
     state.hooks.add(*own_hooks(state))
     return state
 

@@ -10,6 +10,7 @@ import torch
 from nets import Tables
 from nets_that_pass_by import Leaves, Reads
 from run_folders import read_json
+from states import CPU
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -26,7 +27,6 @@ from runner.precision.conversion_proof import (
 from runner.training.model import BuiltModel
 from runner.training.tasks.regression import Regression
 
-CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-int8")
 EMULATED = ("float8-tensorwise", "transformer-engine-current")
 ALL = (*PACKED, "bnb-int8-training", *EMULATED)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from states import CPU
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -16,7 +17,6 @@ from runner.training.model import BuiltModel
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.regression import Regression
 
-CPU = torch.device("cpu")
 OTHERS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 EPOCH = 1.7e9
 

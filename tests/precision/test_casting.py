@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from precision_models import raise_inside
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -159,15 +160,9 @@ def test_modules_kept_in_float32_are_not_cast():
     assert still_float32 == {"1.0.weight", "1.0.bias", "1.0.running_mean", "1.0.running_var"}
 
 
-def _fail_inside(context):
-    with context:
-        assert torch.get_default_dtype() is torch.float64
-        raise RuntimeError("inside")
-
-
 def test_the_default_dtype_is_restored_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"):
-        _fail_inside(DefaultDtype(torch.float64))
+        raise_inside(DefaultDtype(torch.float64))
     assert torch.get_default_dtype() is torch.float32
 
 

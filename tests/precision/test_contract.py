@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from precision_models import CPU, load_precision, precisions_on_cpu, train_state
+from precision_models import CPU, load_precision, precisions_on_cpu, raise_inside, train_state
 from torch import nn
 from torch.nn import functional as F
 
@@ -177,11 +177,6 @@ def test_a_precision_is_a_value_that_nothing_assigns_to(name):
             setattr(precision, attribute, "other")
 
 
-def _fail_inside(context):
-    with context:
-        raise RuntimeError("inside")
-
-
 @pytest.mark.parametrize("name", HERE)
 def test_the_process_is_as_before_after_every_context(name):
     precision, model = build(name)
@@ -192,7 +187,7 @@ def test_the_process_is_as_before_after_every_context(name):
         assert process() == before
     for context in contexts(precision, model):
         with pytest.raises(RuntimeError, match="inside"):
-            _fail_inside(context)
+            raise_inside(context)
         assert process() == before
     with precision.session(model, CPU):
         train_step(state_of(precision, model), [batch()])

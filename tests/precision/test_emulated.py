@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from states import CPU
 from torch import nn
 from torch.nn import functional as F
 
 from runner.precision import registry
 from runner.precision.emulation.formats import round_to_tf32
-
-CPU = torch.device("cpu")
 
 
 def load(name, **changes):

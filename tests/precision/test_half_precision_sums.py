@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from precision_models import CPU, load_precision
+from precision_models import CPU, load_precision, raise_inside
 from torch import nn
 
 from runner.precision import registry
@@ -39,14 +39,9 @@ def test_the_key_allows_sums_in_half_precision(name):
         MATMUL.allow_fp16_reduced_precision_reduction = True
 
 
-def fail_inside():
-    with reduced_precision_sums(False):
-        raise RuntimeError("inside")
-
-
 def test_the_switches_are_restored_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"):
-        fail_inside()
+        raise_inside(reduced_precision_sums(False))
     assert sums() == (True, True)
 
 

@@ -1,15 +1,14 @@
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
+from states import CPU
 
 from runner.core.base.errors import ConfigError, Unavailable
 from runner.precision import registry
 from runner.precision.true import TruePrecision
 
 CONF = Path(__file__).parents[2] / "conf" / "precision"
-CPU = torch.device("cpu")
 
 
 def test_every_yaml_is_listed_by_width():

@@ -3,6 +3,7 @@ the class itself with its state rounded by hand; what is refused; what bfloat16 
 
 import pytest
 import torch
+from precision_models import random_parameters, set_random_gradients
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -15,14 +16,7 @@ SHAPES = ((64, 32), (3, 5), (64,), ())
 
 
 def weights(dtype=torch.float32, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def set_gradients(params, step):
-    generator = torch.Generator().manual_seed(step + 1)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(BF16).to(p.dtype)
+    return random_parameters(shapes, dtype)
 
 
 class Momentum(torch.optim.Optimizer):
@@ -77,8 +71,8 @@ def test_a_step_is_the_classes_own_with_its_state_rounded(name):
     optimizer, reference = OPTIMIZERS[name](params), OPTIMIZERS[name](others)
     attach_update(optimizer, "nearest", BF16)
     for step in range(20):
-        set_gradients(params, step)
-        set_gradients(others, step)
+        set_random_gradients(params, step, BF16)
+        set_random_gradients(others, step, BF16)
         optimizer.step()
         reference.step()
         round_state(reference)
@@ -104,8 +98,8 @@ def test_float32_is_what_the_optimizer_does_by_itself():
     optimizer, reference = (OPTIMIZERS["adamw"](some) for some in (params, others))
     attach_update(optimizer, "nearest", torch.float32)
     for step in range(5):
-        set_gradients(params, step)
-        set_gradients(others, step)
+        set_random_gradients(params, step, BF16)
+        set_random_gradients(others, step, BF16)
         optimizer.step()
         reference.step()
     assert all(map(torch.equal, params, others))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from precision_models import CPU
+from precision_models import CPU, raise_inside
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -18,11 +18,6 @@ def switches():
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-def _fail_inside(precision):
-    with float32_matmul(precision):
-        raise RuntimeError("inside")
-
-
 @pytest.mark.parametrize("before", [("high", False), ("medium", True), ("highest", False)])
 def test_the_switches_are_restored_after_an_exception(before):
     previous = switches()
@@ -31,7 +26,7 @@ def test_the_switches_are_restored_after_an_exception(before):
     try:
         for precision in ("highest", "high"):
             with pytest.raises(RuntimeError, match="inside"):
-                _fail_inside(precision)
+                raise_inside(float32_matmul(precision))
             assert switches() == before
     finally:
         torch.set_float32_matmul_precision(previous[0])

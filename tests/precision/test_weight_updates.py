@@ -3,6 +3,7 @@ against float32, every kind of optimizer, checkpoints."""
 
 import pytest
 import torch
+from precision_models import random_parameters, set_random_gradients
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -15,20 +16,13 @@ SHAPES = ((64, 32), (64,), (3, 5, 2), ())
 
 
 def weights(dtype=torch.bfloat16, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def gradients(params, step):
-    generator = torch.Generator().manual_seed(step + 1)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    return random_parameters(shapes, dtype)
 
 
 def train(optimizer, steps, first=0):
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in range(first, first + steps):
-        gradients(params, step)
+        set_random_gradients(params, step)
         optimizer.step()
     return params
 
@@ -107,7 +101,7 @@ def test_float32_weights_are_kept_bit_by_bit(rule, fused, state_dtype):
     reference = adam(wide, fused=fused)
     attach_update(reference, "nearest", state_dtype)
     for step in range(50):
-        gradients(params, step)
+        set_random_gradients(params, step)
         for p, q in zip(params, wide, strict=True):
             q.grad = p.grad.float()
         optimizer.step()
@@ -161,7 +155,7 @@ def test_every_optimizer_follows_its_float32_self(name, rule):
     reference = OPTIMIZERS[name](wide)
     path = [torch.zeros_like(q) for q in wide]
     for step in range(40):
-        gradients(params, step % 2)
+        set_random_gradients(params, step % 2)
         for p, q in zip(params, wide, strict=True):
             q.grad = p.grad.float()
         earlier = [q.detach().clone() for q in wide]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from adapted_nets import ADDITIONS, Net, adapted, built, outputs, shake
+from states import CPU
 from torch import nn
 
 from runner.core.base.errors import ConfigError, Unavailable
@@ -14,7 +15,6 @@ from runner.training import adapters
 from runner.training.adapters import Lora
 from runner.training.setup import build_scheduled_optimizers
 
-CPU = torch.device("cpu")
 PARTS = ("weight", "bias")
 LORA = {"_target_": "runner.training.adapters.Lora", "rank": 2, "alpha": 8.0}
 DORA = {**LORA, "use_dora": True}

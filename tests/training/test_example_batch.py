@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from states import CPU
 
 from runner.core.loop.batches import KeywordInputs
 from runner.core.loop.model_call import call_model
 from runner.training.example_batch import ForecastUnavailable, example_batch
 
-CPU = torch.device("cpu")
 HF = ("model=hf", "model.config={model_type: bert}")
 
 

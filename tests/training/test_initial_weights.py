@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
+from states import CPU
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -15,8 +16,6 @@ from runner.modes.execution import read_initial_weights
 from runner.precision import registry
 from runner.training.initial_weights import shortest_patterns
 from runner.training.model import build_model
-
-CPU = torch.device("cpu")
 
 
 class Net(nn.Module):

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from precision_models import CPU, load_precision
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -13,7 +14,6 @@ from runner.diagnostics.memory.forecast import peak_forecast
 from runner.precision import registry
 from runner.training.model import build_model, build_on_meta
 
-CPU = torch.device("cpu")
 META = {"input": [3, 8, 8], "classes": 10}
 NUMBERS = 3 * 4 * 9 + 4 + 2 * 4 + 4 * 36 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
 
@@ -87,9 +87,7 @@ def make_spec(model="Lazy", data="images", meta=META, **changes):
 
 def make(name, spec=None):
     torch.manual_seed(0)
-    emulated = name.startswith(("float8", "torchao-", "transformer")) or name == "tf32"
-    precision = registry.load_precision(name, **({"emulate": True} if emulated else {}))
-    return build_model(spec or make_spec(), precision, CPU)
+    return build_model(spec or make_spec(), load_precision(name), CPU)
 
 
 PACKED = [name for name in registry.precision_names() if registry.load_precision(name).freezes]

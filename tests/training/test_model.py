@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
+from states import CPU
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +21,6 @@ from runner.training.setup import build_scheduled_optimizers
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification
 
-CPU = torch.device("cpu")
 PACKED = ("bnb-nf4", "bnb-nf4-dq", "bnb-fp4", "bnb-fp4-dq", "bnb-int8")
 LORA = {"_target_": "runner.training.adapters.Lora", "rank": 2, "alpha": 8.0}
 ADAPTERS = pytest.mark.parametrize("node", [{}, LORA], ids=["plain", "lora"])

@@ -7,6 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from run_folders import read_json
 from safetensors import safe_open
 from safetensors.torch import load_file
+from states import CPU
 from tiny_configs import tiny_config
 from torch import nn
 
@@ -18,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks transformers
     pytest.mark.filterwarnings("ignore:fan_in_fan_out"),  # a packed layer of GPT-2 is a Linear
 ]
-CPU = torch.device("cpu")
 TOKENS = torch.randint(40, (3, 7), generator=torch.Generator().manual_seed(0))
 
 

@@ -7,9 +7,8 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 import torch
-from states import CPU, make_state
+from states import CPU, decaying_sgd, make_state
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from runner.core.base.random_streams import seed_all
@@ -44,12 +43,7 @@ def loader(count=10, size=4, *, shuffle=True, seed=0):
 def small_state(name="32-true", lr=0.1, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-    def decaying_sgd(parameters):
-        optimizer = torch.optim.SGD(parameters, lr=lr)
-        return ScheduledOptimizer(optimizer, LambdaLR(optimizer, lambda step: 0.9**step))
-
-    return make_state(model, name, task=Classification(), optimizer=decaying_sgd, **options)
+    return make_state(model, name, task=Classification(), optimizer=decaying_sgd(lr), **options)
 
 
 def run(state=None, batches=None, should_stop=lambda: False, flush_every=None, **train):

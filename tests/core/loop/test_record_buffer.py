@@ -4,9 +4,8 @@ from time import perf_counter, time
 
 import pytest
 import torch
-from states import CPU, make_state, regression_batch, regression_net
+from states import CPU, decaying_sgd, make_state, regression_batch, regression_net
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 from runner.core.base.accelerators import Accelerator
 from runner.core.base.errors import ConfigError
@@ -17,23 +16,12 @@ from runner.core.loop.records import (
     StepMetric,
     tracker_values,
 )
-from runner.core.loop.state import ScheduledOptimizer
 from runner.core.loop.step import loss_of, train_step
 from runner.core.record.metric_names import METRICS
 from runner.core.record.tracker import NoTracker
 from runner.modes.task_checks import checked_losses
 from runner.training.callbacks.runner_callbacks import MetricLogger
 from runner.training.tasks.regression import Regression
-
-
-def decaying_sgd(lr=0.1):
-    """Return what makes SGD, whose rate falls with every step, of parameters."""
-
-    def make(parameters):
-        optimizer = torch.optim.SGD(parameters, lr=lr)
-        return ScheduledOptimizer(optimizer, LambdaLR(optimizer, lambda step: 0.9**step))
-
-    return make
 
 
 def small_state(name, lr=0.1, **options):

@@ -2,7 +2,15 @@ import math
 
 import pytest
 import torch
-from states import CPU, are_equal, make_state, optimizer_gradients, regression_batch, regression_net
+from states import (
+    CPU,
+    OPTIMIZERS,
+    are_equal,
+    make_state,
+    optimizer_gradients,
+    regression_batch,
+    regression_net,
+)
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,13 +26,6 @@ from runner.precision import registry
 from runner.training.own_state import own_hooks
 from runner.training.setup import build_scheduled_optimizers, build_state
 from runner.training.tasks.regression import Regression
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-}
 
 
 def training_state(

@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from states import CPU, OPTIMIZERS, are_equal
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -15,19 +16,12 @@ from runner.core.policy.loss_scale import (
     watch_gradient_calls,
 )
 
-CPU = torch.device("cpu")
 SETTINGS = [
     {"init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3},
     {"init_scale": 300.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
     {"init_scale": 2.0**122, "growth_factor": 4.0, "backoff_factor": 0.9, "growth_interval": 2},
     {},
 ]
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-}
 
 
 def seeded_parameters(count=2):
@@ -47,10 +41,6 @@ def set_gradients(parameters, scale, seed, overflow):
 
 def state_tensors(optimizer):
     return [v for values in optimizer.state.values() for v in values.values()]
-
-
-def are_equal(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

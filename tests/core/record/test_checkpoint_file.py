@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from states import CPU
 from torch import nn
 
 from runner.core.base.errors import ConfigError
@@ -15,8 +16,6 @@ from runner.tracking import locate
 from runner.training.model import load_weights
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification
-
-CPU = torch.device("cpu")
 
 
 def save(folder, state, spec, keep):

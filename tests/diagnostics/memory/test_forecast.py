@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compared_models import extended
+from states import CPU
 
 from bench.memory_plan import measure_peak as measured
 from runner.core.base.tensor_facts import stored_bytes
@@ -25,7 +26,6 @@ from runner.training.example_batch import ForecastUnavailable, example_batch
 from runner.training.model import build_model
 from runner.training.setup import build_state
 
-CPU = torch.device("cpu")
 MIB = 2**20
 TEXT = "model=gpt data=text model.layers=1"
 MLP = "model=mlp model.hidden=[2048]"

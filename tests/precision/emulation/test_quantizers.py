@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from precision_models import values_of_many_magnitudes
+from precision_models import CPU, values_of_many_magnitudes
 
 from runner.precision.emulation.formats import E2M1, E4M3, E5M2, round_to_format
 from runner.precision.emulation.quantizers import (
@@ -14,7 +14,6 @@ from runner.precision.emulation.quantizers import (
     power_of_two_scale,
 )
 
-CPU = torch.device("cpu")
 RULES = [amax_scale, power_of_two_scale, exponent_scale]
 
 

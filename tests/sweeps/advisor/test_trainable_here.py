@@ -1,12 +1,11 @@
 """Which precisions mode=advise tries when the command names none."""
 
 import pytest
-import torch
+from states import CPU
 
 from runner.precision.registry import supported_precisions
 from runner.sweeps.advisor.advise_command import trainable_here
 
-CPU = torch.device("cpu")
 PACKED = {"int4", "int8", "nvfp4"}
 
 

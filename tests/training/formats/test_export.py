@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from states import CPU
 from torch import Tensor, nn
 
 from runner.core.config.targets import build_group
@@ -24,7 +25,6 @@ from runner.precision.true import TruePrecision
 from runner.training.formats.export import ExportError, export
 from runner.training.model import build_model
 
-CPU = torch.device("cpu")
 IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(5 * 16).view(5, 16) % 256
 GPT = ("model=gpt", "data=text", "data.context=16", "model.width=32", "model.layers=1")

@@ -9,6 +9,7 @@ from threading import Timer
 import pytest
 import torch
 import torch.distributed as dist
+from states import CPU
 from torch import nn
 from torch.distributed import TCPStore
 
@@ -22,8 +23,6 @@ from runner.precision.registry import load_precision
 from runner.training.strategies.ddp import DDP
 from runner.training.strategies.fsdp import FSDP
 from runner.training.tasks.classification import Classification
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from run_folders import read_json
+from states import CPU
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -19,7 +20,6 @@ from runner.training.tasks.regression import Regression
 from runner.training.tasks.segmentation import Segmentation
 
 pytest.importorskip("torchmetrics")
-CPU = torch.device("cpu")
 MULTICLASS = "torchmetrics.classification.Multiclass"
 ACCURACY = {"_target_": f"{MULTICLASS}Accuracy", "num_classes": 4, "average": "micro"}
 F1 = f"{{_target_: {MULTICLASS}F1Score, num_classes: 10, average: macro}}"
