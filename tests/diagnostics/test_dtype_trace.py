@@ -1,5 +1,6 @@
 import pytest
 import torch
+from one_off_nets import net
 from states import count_hooks
 from torch import nn
 
@@ -68,15 +69,8 @@ def test_autocast_is_seen_through():
 
 
 def test_complex_products_are_seen():
-    class Wave(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wave = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
-
-        def forward(self, x):
-            return (self.wave @ x).real
-
-    model = nn.Sequential(Wave())
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    model = nn.Sequential(net(lambda net, x: (net.wave @ x).real, wave=weight))
     with DtypeProbe(model) as probe:
         model(torch.ones(2, 1, dtype=torch.complex64)).sum().backward()
     row = rows(probe)["0"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_off_nets import net
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -136,14 +137,7 @@ def test_autocast_on_a_cpu_says_that_cudas_list_differs_unless_it_is_emulated():
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
 def test_an_lstm_of_emulated_kernels_counts_as_asked(name):
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8)
-
-        def forward(self, x):
-            return self.lstm(x)[0]
-
-    probe, found = watched(Last(), name, torch.randn(3, 2, 8), emulate=True)
+    last = net(lambda net, x: net.lstm(x)[0], lstm=nn.LSTM(8, 8))
+    probe, found = watched(last, name, torch.randn(3, 2, 8), emulate=True)
     assert sum(probe.work.values()) == 2 * 6 * (32 * 8 + 32 * 8)
     assert found.caveats == []

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from one_off_nets import net
 from torch import nn
 
 from runner.diagnostics.nonfinite_trace import NonfiniteTrace, describe_tensor, first_nonfinite
@@ -48,11 +49,7 @@ def test_the_first_nonfinite_row_is_the_module_that_makes_it(factor):
 
 
 def test_a_gradient_that_is_not_finite_is_found_in_the_backward():
-    class Root(nn.Module):
-        def forward(self, x):
-            return (x * 0).sqrt()
-
-    rows = traced(Root())
+    rows = traced(net(lambda _, x: (x * 0).sqrt()))
     row = rows[first_nonfinite(rows)]
     assert (row.phase, row.module, row.tensor) == ("backward", "0", "gradient of the output")
 

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from one_off_nets import net
 from precision_models import CPU
 from torch import nn
 
@@ -209,15 +210,9 @@ def test_integers_pass_and_tuples_are_cast(name):
 
 
 def test_complex_parameters_of_a_kept_module_are_complex64():
-    class Wave(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wave = nn.Parameter(torch.ones(4, dtype=torch.complex128))
-
-        def forward(self, x):
-            return self.wave * x
-
-    precision, model = converted("64-true", nn.Sequential(Wave(), nn.Identity()), "0")
+    weight = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+    wave = net(lambda net, x: net.wave * x, wave=weight)
+    precision, model = converted("64-true", nn.Sequential(wave, nn.Identity()), "0")
     assert model[0].wave.dtype is torch.complex64
     assert forward(precision, model, torch.ones(4)).dtype is torch.complex128
 
@@ -250,15 +245,8 @@ def test_torch_compile_sees_one_graph(name):
 
 
 def test_a_kept_module_without_tensor_arguments_asks_its_parameters(monkeypatch):
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(2, 2))
-
-        def forward(self):
-            return self.table @ self.table
-
-    model = nn.Sequential(Table())
+    table = net(lambda net: net.table @ net.table, table=nn.Parameter(torch.ones(2, 2)))
+    model = nn.Sequential(table)
     keep_in_float32(model, ["0"], torch.float32)
     asked = []
     real = torch.autocast

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from nets_that_pass_by import Reads
+from one_off_nets import net
 from states import CPU, are_equal, make_state, regression_batch, regression_net
 from torch import nn
 from torch.nn import functional as F
@@ -387,17 +388,10 @@ def test_layers_that_the_model_passes_by_are_refused():
 
 
 def test_experts_that_are_packed_along_the_wrong_dimension_are_refused():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stack = nn.Parameter(torch.ones(2, 32, 32))
-
-        def forward(self, x):
-            return x @ self.stack[0]
-
     for experts, right in ((["stack"], "stack:in_out"), (["stack:in_out"], "")):
         policy = precision("bnb-nf4", experts=experts)
-        model = policy.convert(Experts())
+        stack = nn.Parameter(torch.ones(2, 32, 32))
+        model = policy.convert(net(lambda net, x: x @ net.stack[0], stack=stack))
         refusal = pytest.raises(PolicyError, match=rf"Make the policy with experts=\['{right}'")
         with policy.session(), refusal if right else nullcontext(), policy.forward():
             model(torch.zeros(2, 32))

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from one_off_nets import net
 from states import (
     CPU,
     OPTIMIZERS,
@@ -434,15 +435,8 @@ class Nested(Task):
     ("name", "wide"), [("bf16-true", torch.float32), ("64-true", torch.float64)]
 )
 def test_nested_batches_are_cast_at_both_ends(name, wide):
-    class Dict(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = regression_net()
-
-        def forward(self, batch):
-            return {"y": self.body(batch["x"])}
-
-    state = training_state(name, model=Dict(), task=Nested())
+    model = net(lambda net, batch: {"y": net.body(batch["x"])}, body=regression_net())
+    state = training_state(name, model=model, task=Nested())
     inputs, target = regression_batch(4)
     train_step(state, [({"x": inputs}, {"y": target, "n": torch.arange(4)})])
     assert state.task.saw == (wide, wide, torch.int64)
@@ -497,17 +491,10 @@ def test_a_limit_that_the_dtype_cannot_hold_clips_nothing(name):
     assert are_equal(given, whole)
 
 
-class Squares(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wave = nn.Parameter(torch.tensor([3 + 0.1j, 0.1 - 4j]))
-
-    def forward(self, inputs):
-        return (inputs[:, :1] * self.wave).abs().square()
-
-
 def test_both_parts_of_a_complex_gradient_are_clipped():
-    state, given = clipping_state("64-true", 0.5, Squares())
+    wave = nn.Parameter(torch.tensor([3 + 0.1j, 0.1 - 4j]))
+    squares = net(lambda net, inputs: (inputs[:, :1] * net.wave).abs().square(), wave=wave)
+    state, given = clipping_state("64-true", 0.5, squares)
     train_step(state, [regression_batch(4)])
     (gradient,) = given
     parts = torch.view_as_real(gradient)

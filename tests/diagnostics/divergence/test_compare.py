@@ -18,6 +18,7 @@ from compared_models import (
     sentence,
     wrong_gradient,
 )
+from one_off_nets import net
 from torch import nn
 
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
@@ -95,17 +96,13 @@ def test_rounding_alone_is_no_divergence(kind, precision):
 
 
 def test_a_finite_reference_finds_what_overflows():
-    class Large(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(8, 8)
-            self.head = nn.Linear(8, 10)
-
-        def forward(self, x):
-            return self.head(torch.softmax(self.first(x.flatten(1)[:, :8]) * 1e6, -1))
-
     _, batch, task = parts("resnet")
-    text = sentence(compare((Large(), batch, task), "16-true"))
+    large = net(
+        lambda net, x: net.head(torch.softmax(net.first(x.flatten(1)[:, :8]) * 1e6, -1)),
+        first=nn.Linear(8, 8),
+        head=nn.Linear(8, 10),
+    )
+    text = sentence(compare((large, batch, task), "16-true"))
     assert "one parts from other in `(model)`" in text
     assert "first in its mul()" in text
 

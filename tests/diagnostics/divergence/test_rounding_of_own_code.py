@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compared_models import compare, sentence
+from one_off_nets import net
 from torch import nn
 
 from models.mixture import Experts
@@ -175,18 +176,15 @@ def test_what_is_wrong_in_own_code_is_no_excuse(model, attribute, wrong, module,
 
 
 def test_a_module_that_is_never_called_is_said_to_be_so():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
-            self.head = nn.Linear(32, 10)
-            self.wrong = False
-
-        def forward(self, x):
-            return self.head(self.two(x) if self.wrong else self.one(x))
-
     torch.manual_seed(0)
-    made = (Net(), (torch.randn(8, 32), torch.randint(10, (8,))), Classification())
+    norms = {"one": nn.LayerNorm(32), "two": nn.LayerNorm(32)}
+    model = net(
+        lambda net, x: net.head(net.two(x) if net.wrong else net.one(x)),
+        **norms,
+        head=nn.Linear(32, 10),
+        wrong=False,
+    )
+    made = (model, (torch.randn(8, 32), torch.randint(10, (8,))), Classification())
     text = sentence(compare(made, "32-true", lambda model: setattr(model, "wrong", True)))
     assert "one parts from other in the backward of `one`" in text
     assert "; one never calls the module." in text

@@ -2,6 +2,7 @@
 
 import math
 
+import one_off_nets
 import pytest
 import torch
 from compared_models import compare, wrong_gradient
@@ -102,22 +103,15 @@ def test_a_reference_that_is_not_finite_compares_nothing():
     assert "in what was compared" in report(found).sentence
 
 
-class Spectrum(nn.Module):
-    """Complex weights and a real output."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 8, dtype=torch.complex64)
-        self.head = nn.Linear(8, 1, dtype=torch.complex64)
-
-    def forward(self, x):
-        return self.head(self.first(x.to(self.first.weight.dtype))).real
-
-
 @pytest.mark.parametrize("bug", [None, wrong_gradient])
 def test_complex_tensors_are_compared(bug):
     torch.manual_seed(0)
-    made = Spectrum(), (torch.randn(16, 8), torch.randn(16, 1)), Regression()
+    model = one_off_nets.net(
+        lambda net, x: net.head(net.first(x.to(net.first.weight.dtype))).real,
+        first=nn.Linear(8, 8, dtype=torch.complex64),
+        head=nn.Linear(8, 1, dtype=torch.complex64),
+    )
+    made = model, (torch.randn(16, 8), torch.randn(16, 1)), Regression()
     found = compare(made, "64-true", bug and (lambda model: bug(model.first)))
     assert {"first", "head"} <= {row.module for row in found.rows if row.added}
     first = first_divergence(found.rows)

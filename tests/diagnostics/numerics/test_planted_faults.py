@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from numerics_models import bert
+from one_off_nets import net
 from states import CPU, make_state, measure_step
 from torch import nn
 from torch.nn import functional as F
@@ -336,19 +337,11 @@ def test_gradients_that_fit_at_other_scales_than_the_first(factor, words):
     assert words in loss_scale_sentence(seen(Small(factor), batch(), lr=1e-9))
 
 
-class Apart(nn.Module):
-    """Two branches, the gradients of one 2**45 times those of the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = Small(2.0**20), Small(2.0**-25)
-
-    def forward(self, x):
-        return self.wide(x) + self.narrow(x)
-
-
 def test_gradients_that_no_loss_scale_saves():
-    numerics = seen(Apart(), batch(), lr=1e-9)
+    """Of two branches, those of one 2**45 times those of the other."""
+    branches = {"wide": Small(2.0**20), "narrow": Small(2.0**-25)}
+    apart = net(lambda net, x: net.wide(x) + net.narrow(x), **branches)
+    numerics = seen(apart, batch(), lr=1e-9)
     assert loss_scales(numerics) is None
     assert "No loss scale makes all of them fit." in loss_scale_sentence(numerics)
     assert format_verdict(numerics, "float16") == "lacks range"

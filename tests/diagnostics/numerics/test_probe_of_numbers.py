@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from one_off_nets import net
 from states import CPU, are_equal, count_hooks, make_state, measure_step
 from torch import nn
 from torch.nn import functional as F
@@ -85,7 +86,10 @@ class Odd(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
         self.twice = nn.Linear(4, 4)
-        self.pool = Pool()
+        self.pool = net(
+            lambda net, x: (x * net.gain, {"where": x.argmax(1), "more": [x * 2]}),
+            gain=nn.Parameter(torch.ones(4)),
+        )
         self.tied = nn.Linear(4, 4, bias=False)
         self.tied.weight = self.twice.weight
         self.frozen = nn.Linear(4, 3).requires_grad_(False)
@@ -96,15 +100,6 @@ class Odd(nn.Module):
         x = self.twice(self.twice(x))
         x, _ = self.pool(self.tied(x))
         return self.head(F.relu_(self.frozen(x) * self.scale))
-
-
-class Pool(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return x * self.gain, {"where": x.argmax(1), "more": [x * 2]}
 
 
 def test_odd_modules():
@@ -141,15 +136,9 @@ def test_a_forward_that_the_backward_repeats_counts_once(reentrant):
 
 
 def test_complex_numbers_as_their_real_parts():
-    class Wave(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wave = nn.Parameter(torch.full((4, 2), 1 + 2j, dtype=torch.complex64))
-
-        def forward(self, x):
-            return (x.to(torch.complex64) @ self.wave).real
-
-    numbers = by_key(look(state_of(nn.Sequential(Wave()))))
+    weight = nn.Parameter(torch.full((4, 2), 1 + 2j, dtype=torch.complex64))
+    wave = net(lambda net, x: (x.to(torch.complex64) @ net.wave).real, wave=weight)
+    numbers = by_key(look(state_of(nn.Sequential(wave))))
     assert numbers["0", "weights"].elements == 16
     assert set(numbers["0", "weights"].exponents) == {0, 1}
     assert numbers["0", "updates"].elements == 16

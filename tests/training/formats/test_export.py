@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from one_off_nets import net
 from states import CPU
 from torch import Tensor, nn
 
@@ -171,17 +172,12 @@ def test_programs_load_where_there_is_no_runner(exported, tmp_path):
 
 def test_tensors_that_a_forward_makes_keep_their_dtype(tmp_path):
     """In a true precision the default dtype is the policy's, but not where the program runs."""
-
-    class Makes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.linear(x + torch.ones(4) + torch.arange(0, 4, 1.0)) + torch.full((4,), 0.5)
-
+    makes = net(
+        lambda net, x: net.linear(x + torch.ones(4) + torch.arange(4.0)) + torch.full((4,), 0.5),
+        linear=nn.Linear(4, 4),
+    )
     precision = TruePrecision("64-true", "float64")
-    model, _ = precision.convert(Makes())
+    model, _ = precision.convert(makes)
     inputs = torch.randn(3, 4)
     made = export(model, precision, inputs, tmp_path)
     with torch.no_grad():
@@ -263,15 +259,8 @@ def test_inputs_that_are_no_tensor_are_refused(tmp_path):
 
 
 def test_an_lstm_that_needs_our_float16_kernel_is_refused(tmp_path):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(4, 8, batch_first=True)
-
-        def forward(self, x):
-            return self.lstm(x)[0]
-
-    model, inputs = Recurrent(), torch.randn(4, 6, 4)
+    model = net(lambda net, x: net.lstm(x)[0], lstm=nn.LSTM(4, 8, batch_first=True))
+    inputs = torch.randn(4, 6, 4)
     precision = MixedPrecision("16-mixed", "float16", cpu_float16="float32_accumulate")
     with precision.session(model, CPU), pytest.raises(ExportError, match="LSTM"):
         export(model, precision, inputs, tmp_path)
@@ -299,6 +288,7 @@ def test_a_diverged_model_is_exported_too(tmp_path):
 
 
 PICKY = """
+from one_off_nets import net
 from torch import nn
 
 
