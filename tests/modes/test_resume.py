@@ -26,6 +26,8 @@ QUICK = (
     " checkpoint.keep=99 tracking=none"
 )
 MLP = "model=mlp model.hidden=[32]"  # a width that NVFP4 takes
+BF16 = "optimizer.state_dtype=bfloat16"
+RULE = "optimizer.lr=1e-4 precision=bf16-true precision.update"
 OVERFLOWS = "precision.loss_scale.init_scale=1e9 precision.loss_scale.growth_interval=3"
 GPT = (
     "model=gpt model.layers=1 model.width=16 model.heads=2 model.dropout=0.2 optimizer=adamw"
@@ -122,11 +124,22 @@ ROWS = {
     "loss scale": ((7,), f"{MLP} precision=16-mixed {OVERFLOWS}"),
     "int8": ((7,), f"{MLP} precision=bnb-int8-training"),
     "optimizer": ((5,), f"{MLP} optimizer=adamw8bit scheduler=onecycle precision=bf16-true"),
+    "state in bfloat16": ((5,), f"{MLP} {BF16}"),
+    "state of muon's rest": ((5,), f"{MLP} optimizer=muon optimizer.rest.state_dtype=bfloat16"),
+    "remainders": ((5,), f"{MLP} {RULE}=remainders {BF16}"),
+    "kahan": ((5,), f"{MLP} {RULE}=kahan"),
+    "master weights": ((5,), f"{MLP} {RULE}=master_weights"),
+    "stochastic rounding": ((5,), f"{MLP} {RULE}=stochastic_rounding"),
     "noise": ((1, 5), f"{OWN} train.accumulate=2"),
     "noise in workers": ((1, 5), f"{OWN} train.accumulate=2 train.num_workers=2"),
     **{name: ((4,), f"{GPT} {words}") for name, words in TEXT.items()},
 }
-MORE_ROWS = {name: ((4,), f"{GPT} {words}") for name, words in MORE_TEXT.items()}
+MORE_ROWS = {
+    "state in bfloat16 under bf16-mixed": ((5,), f"{MLP} precision=bf16-mixed {BF16}"),
+    "state in bfloat16 under 16-mixed": ((5,), f"{MLP} precision=16-mixed {BF16}"),
+    "remainders alone": ((5,), f"{MLP} {RULE}=remainders"),
+    **{name: ((4,), f"{GPT} {words}") for name, words in MORE_TEXT.items()},
+}
 
 
 @pytest.mark.parametrize(("steps", "words"), ROWS.values(), ids=ROWS)
