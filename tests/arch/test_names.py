@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 FORBIDDEN_STARTS = ("The ", "What ", "Whether ", "Of ", "Where ", "As ", "Its ", "That ")
@@ -79,14 +81,10 @@ def parsed(path):
     return ast.parse((ROOT / path).read_text())
 
 
-def test_a_functions_docstring_begins_with_an_imperative():
-    offenders = [(str(path), *one) for path in PATHS for one in docstring_offenders(parsed(path))]
-    assert offenders == []
-
-
-def test_a_public_name_says_what_it_names():
-    offenders = [(str(path), *one) for path in PATHS for one in name_offenders(path, parsed(path))]
-    assert offenders == []
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_docstrings_begin_with_an_imperative_and_public_names_say_what_they_name(path):
+    tree = parsed(path)
+    assert [*docstring_offenders(tree)] == [*name_offenders(path, tree)] == []
 
 
 def test_exceptions_name_what_exists():

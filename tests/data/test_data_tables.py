@@ -65,20 +65,20 @@ def test_arrays_of_every_dtype_keep_their_numbers(tmp_path, dtype):
     assert fields["x"].tolist() == fields["labels"].tolist() == numbers.tolist()
 
 
-def test_arrays_larger_than_the_memory_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("memory", "most", "message"),
+    [
+        (2**20, 2**40, r"unpacks to 0\.0 GiB or more, which is more than"),
+        (2**40, 2**20, "or a hundred times the file"),
+    ],
+    ids=["larger than the memory", "a small file that unpacks to gigabytes"],
+)
+def test_arrays_are_refused_before_they_are_unpacked(tmp_path, monkeypatch, memory, most, message):
     np.savez_compressed(tmp_path / "big.npz", x=np.zeros((1024, 1024)), y=np.zeros(1024))
-    memory = SimpleNamespace(available=2**20)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    with pytest.raises(ConfigError, match=r"unpacks to 0\.0 GiB or more, which is more than"):
+    monkeypatch.setattr("runner.data.unpacked_size.MAX_UNPACKED_BYTES", most)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=memory))
+    with pytest.raises(ConfigError, match=message):
         npz(str(tmp_path / "big.npz"))
-
-
-def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
-    np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros((1024, 1024)), y=np.zeros(1024))
-    monkeypatch.setattr("runner.data.unpacked_size.MAX_UNPACKED_BYTES", 2**20)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**40))
-    with pytest.raises(ConfigError, match="or a hundred times the file"):
-        npz(str(tmp_path / "bomb.npz"))
 
 
 def test_arrays_that_cannot_be_used_are_refused(tmp_path, arrays):

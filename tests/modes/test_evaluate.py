@@ -20,6 +20,11 @@ class Noisy(nn.Module):
         return self.layer(x + torch.randn_like(x))
 
 
+X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+DATA = (TensorDataset(X, X), TensorDataset(X, X))
+LINEAR = {"model": nn.Linear(4, 4), "data": DATA}
+
+
 def contrast(output, _):
     """A loss over the batch: each example is to be found among the others."""
     return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
@@ -27,9 +32,7 @@ def contrast(output, _):
 
 @pytest.mark.parametrize("words", [[], ["train.ema=0.5"], ["precision=bf16-mixed", "seed=3"]])
 def test_own_precision_reproduces_the_recorded_loss(words, tmp_path, capsys):
-    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
-    data = (TensorDataset(x, x), TensorDataset(x, x))
-    given = {"model": Noisy, "data": data, "loss": contrast}
+    given = {"model": Noisy, "data": DATA, "loss": contrast}
     length = ["train.max_steps=6", "train.eval_every=3", "train.batch_size=8", "optimizer.lr=0.1"]
     own = ["tracking=none", "task=regression"]
     trained = runner.run([*own, *length, *words], **given, out=tmp_path / "run")
@@ -49,22 +52,18 @@ def first_half(examples):
 
 
 def test_what_is_not_typed_again_is_the_checkpoints(tmp_path):
-    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
-    given = {"model": nn.Linear(4, 4), "data": (TensorDataset(x, x), TensorDataset(x, x))}
     own = ["tracking=none", "task=regression", "train.max_steps=2", "train.batch_size=8"]
     words = ["precision=bf16-true", "data.collate=test_evaluate.first_half"]
-    trained = runner.run([*own, *words], **given, out=tmp_path / "run")
+    trained = runner.run([*own, *words], **LINEAR, out=tmp_path / "run")
     evaluate = [*own[:2], "mode=evaluate", f"checkpoint={tmp_path / 'run'}"]
-    again = runner.run([*evaluate, "precision.keep_fp32=[]"], **given, out=tmp_path / "again")
+    again = runner.run([*evaluate, "precision.keep_fp32=[]"], **LINEAR, out=tmp_path / "again")
     assert again.precision == "bf16-true"
     assert again.metrics == trained.metrics == again.as_trained
 
 
 def test_keys_of_an_earlier_version_prevent_no_comparison(tmp_path, monkeypatch):
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-    given = {"model": nn.Linear(4, 4), "data": (TensorDataset(x, x), TensorDataset(x, x))}
     own = ["tracking=none", "task=regression", "train.max_steps=1"]
-    trained = runner.run(own, **given, out=tmp_path / "run")
+    trained = runner.run(own, **LINEAR, out=tmp_path / "run")
     load = checkpoint_file.load
 
     def load_older(path):
@@ -74,4 +73,4 @@ def test_keys_of_an_earlier_version_prevent_no_comparison(tmp_path, monkeypatch)
 
     monkeypatch.setattr(checkpoint_file, "load", load_older)
     evaluate = [*own[:2], "mode=evaluate", f"checkpoint={tmp_path / 'run'}"]
-    assert runner.run(evaluate, **given, out=tmp_path / "again").as_trained == trained.metrics
+    assert runner.run(evaluate, **LINEAR, out=tmp_path / "again").as_trained == trained.metrics

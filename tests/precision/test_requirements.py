@@ -60,15 +60,6 @@ REFUSED_WITHOUT_GPU = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "device", "what", "remedy"), REFUSED_WITHOUT_GPU)
-def test_a_device_that_cannot_run_it_is_refused(name, options, device, what, remedy):
-    with pytest.raises(Unavailable) as error:
-        registry.load_precision(name, **options).require(device)
-    assert f"precision={name} " in error.value.what
-    assert what in error.value.what
-    assert remedy in error.value.remedy
-
-
 # On a GPU: its compute capability, what is missing, and what to type.
 REFUSED_ON_GPU = [
     ("tf32", {}, (7, 0), "8.0 or higher; cuda:0 (NVIDIA X) has 7.0", "precision=32-true"),
@@ -109,11 +100,15 @@ REFUSED_ON_GPU = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "capability", "what", "remedy"), REFUSED_ON_GPU)
-def test_a_gpu_that_cannot_run_it_is_refused(name, options, capability, what, remedy, monkeypatch):
-    pretend_gpu(monkeypatch, capability)
+@pytest.mark.parametrize(
+    ("name", "options", "place", "what", "remedy"), [*REFUSED_WITHOUT_GPU, *REFUSED_ON_GPU]
+)
+def test_a_device_that_cannot_run_it_is_refused(name, options, place, what, remedy, monkeypatch):
+    if isinstance(place, tuple):  # a capability
+        pretend_gpu(monkeypatch, place)
+        place = CUDA
     with pytest.raises(Unavailable) as error:
-        registry.load_precision(name, **options).require(CUDA)
+        registry.load_precision(name, **options).require(place)
     assert f"precision={name} " in error.value.what
     assert what in error.value.what
     assert remedy in error.value.remedy

@@ -424,15 +424,15 @@ def test_the_modules_that_are_compiled():
     assert regional == {n for n, _ in model.named_modules() if n.startswith("blocks.")}
 
 
-def test_rounding_that_an_old_torch_leaves_out_is_refused(monkeypatch):
-    monkeypatch.setattr("runner.core.base.tensor_facts.TORCH_VERSION", TorchVersion("2.12.1"))
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("core.base.tensor_facts.TORCH_VERSION", TorchVersion("2.12.1"), "torch 2.12.1"),
+        ("training.compile.is_tpu", lambda device: True, "a TPU has its own"),
+    ],
+)
+def test_rounding_that_torch_or_a_tpu_leaves_out_is_refused(monkeypatch, name, value, reason):
+    monkeypatch.setattr(f"runner.{name}", value)
     train = {"compile": True, "compile_rounding": "eager"}
-    with pytest.raises(ConfigError, match=r"torch 2\.12\.1\. Type train\.compile_rounding=fused"):
-        check_compile_options(spec(**train), PLAIN, CPU, gpt())
-
-
-def test_a_tpu_is_refused(monkeypatch):
-    monkeypatch.setattr("runner.training.compile.is_tpu", lambda device: True)
-    train = {"compile": True, "compile_rounding": "eager"}
-    with pytest.raises(ConfigError, match=r"a TPU has its own. Type train.compile_rounding=fused"):
+    with pytest.raises(ConfigError, match=f"{reason}. Type train.compile_rounding=fused"):
         check_compile_options(spec(**train), PLAIN, CPU, gpt())

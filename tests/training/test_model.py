@@ -170,23 +170,25 @@ def test_the_plain_size_is_that_before_conversion_and_additions():
 PLAIN = ("32-true", "64-true", "bf16-true", "16-true", "16-mixed", "bf16-mixed")
 
 
+def check_restored(folder, name, node, **changes):
+    """Check that a precision restores every bit; return what it restored."""
+    spec = make_spec(node)
+    model, precision, saved = train_and_save(folder, name, spec, **changes)
+    restored, _ = restore(name, spec, saved, **changes)
+    assert_same(restored.model.state_dict(), model.state_dict())
+    assert torch.equal(outputs(restored.model, precision), outputs(model, precision))
+    return restored
+
+
 @ADAPTERS
 @pytest.mark.parametrize("name", [*PACKED, "bnb-int8-training", *PLAIN])
 def test_the_same_precision_restores_every_bit(tmp_path, name, node):
-    spec = make_spec(node)
-    model, precision, saved = train_and_save(tmp_path, name, spec)
-    restored, _ = restore(name, spec, saved)
-    assert_same(restored.model.state_dict(), model.state_dict())
-    assert torch.equal(outputs(restored.model, precision), outputs(model, precision))
+    check_restored(tmp_path, name, node)
 
 
 def test_modules_that_were_ignored_in_training_are_ignored_in_the_restored_model(tmp_path):
-    spec, changes = make_spec(), {"ignore_modules": ["head"]}
-    model, precision, saved = train_and_save(tmp_path, "bnb-nf4", spec, **changes)
-    restored, _ = restore("bnb-nf4", spec, saved, **changes)
+    restored = check_restored(tmp_path, "bnb-nf4", {}, ignore_modules=["head"])
     assert str(restored.report) == "1/2"
-    assert_same(restored.model.state_dict(), model.state_dict())
-    assert torch.equal(outputs(restored.model, precision), outputs(model, precision))
 
 
 @pytest.mark.parametrize(("name", "takes"), [("32-true", True), ("bf16-mixed", False)])

@@ -87,11 +87,17 @@ def test_a_step_that_the_loss_scale_skips_leaves_what_the_forward_changes(order,
         assert torch.equal(after_skip, without)
 
 
-def test_a_checkpoint_holds_the_buffers_that_change_and_names_the_attributes():
-    state = make_state(Changing(), "32-true")
+def after_first_step(model, precision, **options):
+    """Return a state after its first step, and what follows the model's own changes."""
+    state = make_state(model, precision, **options)
     own_state = follow_own_state(state)
     train_step(state, [regression_batch(4)])
     own_state.end_first_step()
+    return state, own_state
+
+
+def test_a_checkpoint_holds_the_buffers_that_change_and_names_the_attributes():
+    state, own_state = after_first_step(Changing(), "32-true")
     assert own_state.changed_buffers() == {}
     train_step(state, [regression_batch(4)])
     assert {*own_state.changed_buffers()} == {"late", "queue"}
@@ -194,10 +200,7 @@ class Lookahead(torch.optim.SGD):
 
 
 def test_attributes_are_named_that_carry_values_from_step_to_step_and_are_not_saved():
-    state = make_state(Carries(), "32-true", optimizer=Lookahead)
-    own_state = follow_own_state(state)
-    train_step(state, [regression_batch(4)])
-    own_state.end_first_step()
+    state, own_state = after_first_step(Carries(), "32-true", optimizer=Lookahead)
     with own_state.watched_reads():
         train_step(state, [regression_batch(4)])
     with torch.no_grad():  # an evaluation derives plain weights
@@ -229,10 +232,7 @@ class Shows(nn.Linear):
 
 
 def test_what_a_step_makes_anew_or_an_optimizer_saves_is_not_named():
-    state = make_state(Shows(3, 2), "16-mixed", optimizer=Wraps)
-    own_state = follow_own_state(state)
-    train_step(state, [regression_batch(4)])
-    own_state.end_first_step()
+    state, own_state = after_first_step(Shows(3, 2), "16-mixed", optimizer=Wraps)
     with own_state.watched_reads():
         train_step(state, [regression_batch(4)])
     train_step(state, [regression_batch(4)])
@@ -364,10 +364,7 @@ class Late(nn.Module):
 
 
 def test_a_batch_norm_that_a_later_step_reaches_is_followed_too():
-    state = make_state(Late(), "16-mixed", loss_scale={"fixed": 1024.0})
-    own_state = follow_own_state(state)
-    train_step(state, [regression_batch(4)])
-    own_state.end_first_step()
+    state, _ = after_first_step(Late(), "16-mixed", loss_scale={"fixed": 1024.0})
     inputs, targets = regression_batch(4)
     train_step(state, [(inputs * float("inf"), targets)])
     assert torch.equal(state.model.norm.running_mean, torch.zeros(3))
@@ -377,10 +374,7 @@ def test_a_batch_norm_that_a_later_step_reaches_is_followed_too():
 
 def test_batch_norm_beside_another_tensor_is_advised_what_mends_both():
     model = nn.Sequential(Followed(), nn.BatchNorm1d(2))
-    state = make_state(model, "bf16-true")
-    own_state = follow_own_state(state)
-    train_step(state, [regression_batch(4)])
-    own_state.end_first_step()
+    _, own_state = after_first_step(model, "bf16-true")
     warning = own_state.end_second_step("precision.update=kahan, or ")
     assert "precision.update" not in warning
     assert "keep_fp32=[0.tokens,0.copied,0.teacher,1]" in warning

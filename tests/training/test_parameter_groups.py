@@ -132,17 +132,17 @@ def test_packed_experts_can_be_named_among_what_is_frozen():
     assert trains == ["0.bias", "1.table", "1.router.weight"]
 
 
-def test_matrices_of_a_model_without_any_are_refused():
-    model, node = nn.Linear(2, 2), {**ADAMW, "groups": [{"match": "matrices", "lr": 1}]}
-    with pytest.raises(ConfigError, match="match=matrices matches no parameter that it could"):
-        divide_parameters("optimizer", node, model, [*model.parameters()])
-
-
-def test_layer_decay_of_a_model_without_blocks_is_refused():
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("groups", [{"match": "matrices", "lr": 1}], "match=matrices matches no parameter that it"),
+        ("layer_decay", 0.5, "takes the repeated blocks of a model, and this one"),
+    ],
+)
+def test_what_a_model_of_one_layer_does_not_have_is_refused(key, value, message):
     model = nn.Linear(2, 2)
-    node = {**ADAMW, "layer_decay": 0.5}
-    with pytest.raises(ConfigError, match=r"takes the repeated blocks of a model, and this one"):
-        divide_parameters("optimizer", node, model, [*model.parameters()])
+    with pytest.raises(ConfigError, match=message):
+        divide_parameters("optimizer", {**ADAMW, key: value}, model, [*model.parameters()])
 
 
 @pytest.mark.parametrize(
