@@ -88,8 +88,8 @@ def optimizer_gradients(state):
 
 def are_equal(some, others):
     """Return whether two sequences hold the same tensors, bit by bit."""
-    pairs = zip(some, others, strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    some, others = [*some], [*others]
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def tensors_in(value, path=""):
