@@ -12,48 +12,30 @@ from runner.core.base.files import folder_lock
 from runner.core.base.layout import MANIFEST
 
 MISTAKES = message_table("""
-precision=bf17-mixed => precision=bf17-mixed is not known | 16-mixed, 16-true
-    Type precision=bf16-mixed
 precision=17 => precision=17 is not known | 32-true
 model=null => model=null is not known | mlp, resnet
-~optimizer => optimizer has no _target_ | Type optimizer=<option>
 nosuch=3 => nosuch=3 is not known | mode, seed
 train.compile=3 => train.compile=3
 train.compile=regional => train.compile=regional | this one has none
 accelerator=cpu train.compile=reduce-overhead => CUDA graphs | on cpu | Type train
-train.activation_checkpointing=layers => does not fit | [blocks,head]
 train.activation_checkpointing=[nowhere] => nowhere matches no module | layers
 train.data_on_device=maybe => data_on_device=maybe is not known | true, false, auto
 train.data_on_device=true debug.overfit=4 => this is a Subset | data_on_device=auto
-data=text data.path=/no/such.txt => cannot read /no/such.txt | data.path=FILE
-data=imagefolder => data.meta.classes has no value | Type data.meta.classes=<value>
-data.val_fraction=2 => val_fraction=2 | Type data.val_fraction=0.1
 data.meta.input=[3,3] => data.meta.input=[3, 3] | [1, 8, 8] | Type data.meta.input=[1,8,8]
 data.meta.classes=3 => data.meta.classes=3 | Type data.meta.classes=10
 precision.keep_fp32=[zzz] => zzz matches no module | layers, layers.0
 precision.keep_fp32=head => precision.keep_fp32=head is text | a list, as in [a,b]
 precision.dtype=float8 => precision.dtype=float8 is not known | float64, float32
-model._target_=nowhere.Net => model._target_=nowhere.Net does not import | Write package.module.Name
 model._target_=torch.nn.Nothing => torch.nn has no Nothing
-model._target_=3 => model._target_=3 is no path | package.module.Name
-+model.foo=3 => model.foo=3 | takes no foo | input_shape, classes, hidden
-~model.classes => model.classes is needed | Type +model.classes=<value>
 model.hidden=3 => model.hidden=3 does not fit | a list
 precision.keep_fp32=true => precision.keep_fp32=true does not fit | a list
 precision.keep_fp32=[3] => precision.keep_fp32: 3 matches no module
 adapter=lora adapter.rank=null => adapter.rank=null does not fit | whole number
 adapter=lora adapter.rank=2.5 => adapter.rank=2.5 does not fit | whole number
-adapter=lora adapter.rank=0 adapter.dropout=1 => adapter.rank=0 | adapter.dropout=1
 adapter=lora adapter.modules=[1] => adapter.modules: 1 matches no module
 adapter=lora adapter.use_dora=1 => adapter.use_dora=1 does not fit | true or false
-adapter=lora adapter.init=svd => adapter.init=svd is not known
-    default, gaussian, pissa, pissa_niter_16, olora
 adapter=lora adapter.init=pissa precision=bnb-nf4 => adapter.init=pissa | precision=bnb-nf4 packs
     Type adapter.init=loftq
-adapter=lora adapter.init=loftq => adapter.init=loftq | precision=32-true packs no
-    Type adapter.init=pissa
-adapter=lora adapter.init=olora adapter.rank=11 => adapter.init=olora takes 11
-    -> 10, has 10. Type adapter.rank=10
 adapter.use_dora=true => adapter.use_dora=true is not known
 checkpoint=some => mode=train does not load checkpoint=some | init.weights=
 init.weights=/no/such.pt => init.weights=/no/such.pt: no checkpoint is there
@@ -65,11 +47,9 @@ optimizer.betas=[0.9] => optimizer.betas=[0.9] does not fit | a list, as in [a,b
 optimizer.betas=[0.9,0.9,0.9] => does not fit | a list, as in [a,b]
 seed=99999999999999999999999 => is out of range | 0 to 8796093022207
 train.clip_norm=choice(null,1.0) -m => never null | Type the values without it | clip_norm=null,1.0
-optimizer.lr=-1 => torch.optim.AdamW refuses its arguments | -1
 optimizer=lbfgs precision=16-mixed => optimizer=lbfgs | a loss scale | Type precision=32-true
 optimizer=lbfgs precision=16-true => optimizer=lbfgs divides | precision=16-true
     Type precision=32-true
-scheduler.warmup=-3 => scheduler.warmup=-3 is no length | as in scheduler.warmup=0.1.
 optimizer=muon scheduler=onecycle => scheduler.max_lr: this optimizer is several
     Type scheduler.max_lr=
 learning_rate=0.1 => Type optimizer.lr=<value>.
@@ -83,22 +63,15 @@ scheduler=cosine scheduler.T_max=x => scheduler.T_max=x is text | a whole number
 data=text => model=mlp fails on the first batch of data=text | task=language
     Type a model that takes tokens (model=gpt) | error.txt
 task=regression => regression needs float output and target of one shape
-accelerator=mps => accelerator=mps is not on this machine | Type accelerator=
 accelerator=tpu => accelerator=tpu | Type  | accelerator=cpu
 accelerator=cpu precision=tf32 => precision=tf32 needs | precision=32-true
-tracking=mlflow tracking.uri=foo://x => tracking.uri=foo://x | http, https
-    tracking.uri=sqlite:///outputs/mlflow.db
 tracking=mlflow tracking.uri=mysql://u@127.0.0.1:1/db => mysql://***@127.0.0.1:1/db cannot be opened
     No module named 'MySQLdb'. Install the package
 mode=evaluate checkpoint=/no/such.pt => checkpoint=/no/such.pt | outputs/runs/<time>
 mode=evaluate checkpoint=0123abcd => checkpoint=0123abcd is neither a file
 precision=32-true, -m => precision=32-true, ends with a comma | precision=32-true,<value>
-precision=32-true,bf16-mixed => precision=32-true,bf16-mixed is a list of values
-    Type python -m runner -m model=mlp
 mode=advice => mode=advice is not known | Type mode=advise.
-precision=bf15 => Type precision=bf16-mixed or precision=bf16-true.
 mode=advise precision=bf15 -m => Type precision=bf16-mixed or precision=bf16-true.
-modle=mlp => modle=mlp is not known | Type model=<value>.
 --config-dir /no/such => --config-dir=/no/such is no folder
 --config-dir => --config-dir | expected one argument
 adapter=lora +adapter.r=4 => adapter.r=4: | Write rank in place of r.
@@ -179,7 +152,6 @@ ui port=99999 => port=99999
 ui tracking.uri=foo://x => tracking.uri=foo://x
 report nowhere/at/all => nowhere/at/all
 report => no sweep in outputs/sweeps
-report a b c => report takes one or two sweeps
 """)
 
 
@@ -233,7 +205,6 @@ model._target_=lab.nets.Half precision=16-mixed => head.weight, head.bias
 data=mine data._target_=lab.data.one_set => must return (train, val), two map-style data sets
 data=mine data._target_=lab.nets.resident => lab.nets.resident takes no count
 model._target_=lab.nets.Uninitialised => begin __init__ of lab.nets.Uninitialised with super()
-model._target_=builtins.dict => made a dict, not a torch.nn.Module
 mode=evaluate checkpoint=lab/nets.py => checkpoint=lab/nets.py is no checkpoint or is cut short
 """)
 

@@ -1,5 +1,6 @@
 """Commands whose store is away, or does not take what they record."""
 
+import re
 import signal
 import socket
 
@@ -32,9 +33,11 @@ def test_a_dead_server_stops_no_run_and_sync_sends_it_elsewhere(cli, dead_addres
     assert read_json(run / "result.json")["status"] == "finished"
     assert f"The run is not stored completely in {dead_address}" in done.stderr
     assert f"`python -m runner sync {run.relative_to(tmp_path)}`" in done.stderr
-    cli("sync", f"tracking.uri={store}", "tracking.experiment=moved").check_ok(
-        f"{run}: uploaded to {store} as run ", ", FINISHED, "
-    )
+    moved = cli("sync", f"tracking.uri={store}", "tracking.experiment=moved").check_ok()
+    said, count = moved.stdout.splitlines()
+    assert said.startswith(f"{run}: uploaded to {store} as run ")
+    assert re.search(r", FINISHED, \d+ points$", said)
+    assert count == "1 uploaded, 0 failed, 0 already uploaded, 0 still training."
     again = cli("sync")
     assert again.stdout == "0 uploaded, 0 failed, 1 already uploaded, 0 still training.\n"
 

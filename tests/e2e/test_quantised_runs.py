@@ -87,12 +87,6 @@ def test_a_packed_checkpoint_is_refused_by_another_packing(trained, main):
         main(*EVALUATE, f"checkpoint={folder}", *words).check_refused("packed as int4-32")
 
 
-def test_a_group_that_fits_no_layer_is_refused(main):
-    main(*MLP, "precision=qat-int4", "precision.group_size=48", "train.max_steps=1").check_refused(
-        "its input width 64 is not a multiple of precision.group_size=48"
-    )
-
-
 def test_a_plan_counts_what_packed_weights_stand_for(main):
     main(*MLP, "mode=plan", "precision=int4", "adapter=lora").check_ok(
         "4-bit codes (4,736)", "6,426 (1,616 trainable)"

@@ -47,6 +47,16 @@ class Outcome:
     def weights(self):
         return self.content()["model"]
 
+    def moments(self):
+        """Return the tensors of the optimizer's state, whole, by parameter and key."""
+        from runner.core.record.checkpoint_file import shards_folder
+        from runner.core.record.sharded_tensors import load_full
+
+        (optimizer,) = self.content()["optimizers"]
+        state = load_full(optimizer, shards_folder(self.checkpoint()))["state"]
+        named = ((index, key, value) for index, own in state.items() for key, value in own.items())
+        return {(index, key): value for index, key, value in named if key != "step"}
+
     def averages(self):
         return self.content()["average"]["weights"]
 

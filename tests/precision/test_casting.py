@@ -3,7 +3,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from precision_models import raise_inside
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -158,12 +157,6 @@ def test_modules_kept_in_float32_are_not_cast():
     cast_floats(model, torch.bfloat16, {"1": torch.float32})
     still_float32 = {k for k, t in model.state_dict().items() if t.dtype is torch.float32}
     assert still_float32 == {"1.0.weight", "1.0.bias", "1.0.running_mean", "1.0.running_var"}
-
-
-def test_the_default_dtype_is_restored_after_an_exception():
-    with pytest.raises(RuntimeError, match="inside"):
-        raise_inside(DefaultDtype(torch.float64))
-    assert torch.get_default_dtype() is torch.float32
 
 
 def test_the_reusable_context_nests():

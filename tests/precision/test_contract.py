@@ -96,6 +96,8 @@ def process():
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         torch.is_grad_enabled(),
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         matmul,
         conv,
     )

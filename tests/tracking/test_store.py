@@ -18,7 +18,7 @@ from runner.data.datasets.digits import digits
 from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
 from runner.tracking.reader import Reader
-from runner.tracking.uri import RefusedError, UnreachableError, sqlite_path
+from runner.tracking.uri import UnreachableError, sqlite_path
 from runner.tracking.writer.store import Store, distinct_names, legal_name, metric_name, truncate
 
 # MLflow's, which runs in this process here.
@@ -234,12 +234,6 @@ def test_runs_go_to_another_experiment_and_the_deleted_one_is_unchanged(deleted)
     client.delete_experiment(beside)
     third = Store(store.uri).experiment("old")
     assert client.get_experiment(third).name == "old 3"
-
-
-def test_a_deleted_experiment_named_by_its_id_is_refused_with_the_command_to_restore_it(deleted):
-    store, _, experiment = deleted
-    with pytest.raises(RefusedError, match=rf"'old' .*restore --experiment-id {experiment}"):
-        store.experiment("anything", known_id=experiment)
 
 
 def test_the_command_in_the_message_restores_the_experiment(deleted):

@@ -57,12 +57,6 @@ class Own(torch.optim.SGD):
         super().__init__(params, lr=lr)
 
 
-class HalfNet(Net):
-    def __init__(self):
-        super().__init__()
-        self.body.half()
-
-
 class Frozen(Net):
     def __init__(self):
         super().__init__()
@@ -124,12 +118,6 @@ def test_a_refusal_of_a_target_names_its_group():
         build_group("model", here("Net", depth=3))
     with pytest.raises(ConfigError, match=r"text made a str, not a torch\.nn\.Module"):
         build_model(spec(model=here("text")), registry.load_precision("32-true"), CPU)
-
-
-@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
-def test_half_parameters_under_a_mixed_precision_are_refused(name):
-    with pytest.raises(ConfigError, match=r"the model holds half ones: body\.weight, body\.bias\."):
-        build_model(spec(model=here("HalfNet")), registry.load_precision(name), CPU)
 
 
 # Optimizers
@@ -196,15 +184,6 @@ def test_frozen_parameters_are_left_out():
     model.words.requires_grad_(False)
     (d,) = build_scheduled_optimizers(chosen, model, precision, 10)
     assert [id(p) for p in d.params] == [id(p) for p in model.parameters()][1:]
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "rmsprop", "adagrad"])
-def test_an_eps_that_underflows_is_refused_under_16_true(compose, name):
-    node = compose(f"optimizer={name}").optimizer
-    with pytest.raises(ConfigError, match=r"optimizer\.eps=1e-\d+: .*Type optimizer\.eps=1e-4"):
-        build_optimizers("16-true", optimizer=node)
-    build_optimizers("16-true", optimizer={**node, "eps": 1e-4})
-    build_optimizers("bf16-true", optimizer=node)
 
 
 def test_lbfgs(compose):

@@ -93,27 +93,6 @@ def test_a_fixed_scale_stays_and_skips_overflows():
         assert scale.value.item() == 128.0
 
 
-def test_an_overflow_in_one_optimizer_leaves_the_others_update_alone():
-    first, second = seeded_parameters(), seeded_parameters()
-    untouched, alone = [p.detach().clone() for p in first], seeded_parameters()
-    optimizers = [OPTIMIZERS["adamw"](q) for q in (first, second)]
-    reference = OPTIMIZERS["adamw"](alone)
-    scale = DynamicLossScale(CPU, init_scale=1024.0)
-    set_gradients(first, 1024.0, 1, overflow=True)
-    set_gradients(second, 1024.0, 2, overflow=False)
-    set_gradients(alone, 1.0, 2, overflow=False)
-    founds = [scale.unscale([p.grad for p in q]) for q in (first, second)]
-    for optimizer, found in zip(optimizers, founds, strict=True):
-        scale.step(optimizer, found)
-    scale.update(founds)
-    reference.step()
-    assert [f.item() for f in founds] == [1.0, 0.0]
-    assert are_equal(first, untouched)
-    assert are_equal(second, alone)
-    assert not optimizers[0].state
-    assert scale.value.item() == 512.0  # once for the iteration, not once for each
-
-
 def test_the_scale_grows_once_for_an_iteration_of_several_optimizers():
     scale = DynamicLossScale(CPU, init_scale=2.0, growth_interval=2)
     ok = torch.zeros(())
@@ -158,19 +137,6 @@ def test_the_default_dtype_does_not_matter():
     finally:
         torch.set_default_dtype(torch.float32)
     assert (scale.value.dtype, found.dtype) == (torch.float32, torch.float32)
-
-
-def test_the_state_is_restored_exactly():
-    scale = DynamicLossScale(CPU, init_scale=3.7, growth_interval=3)
-    scale.update([torch.zeros(())])
-    other = DynamicLossScale(CPU, growth_interval=3)
-    other.load_state_dict(scale.state_dict())
-    assert scale.state_dict().keys() == {"scale", "applied_in_a_row"}
-    for flag in (0.0, 0.0, 1.0, 0.0):
-        for each in (scale, other):
-            each.update([torch.tensor(flag)])
-        assert other.state_dict() == scale.state_dict()
-    assert scale.value.item() == pytest.approx(3.7)
 
 
 def test_resuming_under_another_precision_says_so():

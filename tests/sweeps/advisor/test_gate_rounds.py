@@ -8,8 +8,6 @@ from runner.core.base.errors import ConfigError
 from runner.core.run.result import RunResult
 from runner.sweeps.advisor.schedule import run_gate_rounds
 from runner.sweeps.verdict.advise_request import AdviseRequest
-from runner.sweeps.verdict.gate import gate_verdict
-from runner.sweeps.verdict.ranking import rank_precisions
 
 SETTINGS = AdviseRequest("time", 1.0, 10, 100, 3, "5m", ["python"], mode="gate", max_gap=0.1)
 
@@ -60,10 +58,3 @@ def rounds(tmp_path):
 def test_a_baseline_that_diverges_rejects_nothing(rounds):
     with pytest.raises(ConfigError, match=r"the baseline 32-true itself does not train \(diverged"):
         rounds(**{"32_true": True, "bf16_true": True})
-
-
-def test_a_precision_that_diverges_alone_ends_the_rounds(rounds):
-    trials = rounds(**{"32_true": False, "bf16_true": True})
-    assert len(trials) == 2  # one seed of each
-    verdict = gate_verdict(rank_precisions(trials, SETTINGS))
-    assert verdict.decision == "rejected"

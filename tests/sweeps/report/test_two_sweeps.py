@@ -194,7 +194,6 @@ def test_one_sweeps_report_goes_to_another_folder(two_swept, main, tmp_path):
         (["{one}", "nosuch"], "nosuch is no sweep here"),
         (["{one}", "."], "is not a sweep: it holds no sweep.json"),
         (["."], "is not a sweep: it holds no sweep.json"),
-        (["{one}", "{two}", "{one}"], "report takes one or two sweeps, and was given"),
         (["{one}", "{two}", "out=x"], "report does not take out=x"),
         (["{one}", "{two}", "--out", "{one}/sweep.json"], "The report cannot be written"),
     ],

@@ -19,6 +19,7 @@ UPDATES = {
     "ddp": "precision=bf16-true precision.update=stochastic_rounding",
     "fsdp": "precision=bf16-true precision.update=remainders",
 }
+STATE = "optimizer.state_dtype=bfloat16"
 
 
 def typed(strategy, model, steps, more=""):
@@ -36,7 +37,7 @@ def runs(run_in_processes, tmp_path_factory):
     for kind in KINDS:
         jobs[f"{kind}-Stays-whole"] = typed(kind, "Stays", 12)
         jobs[f"{kind}-Stays-cut"] = typed(kind, "Stays", 5)
-        for name, more in (("Drops", ""), ("Updates", UPDATES[kind])):
+        for name, more in (("Drops", ""), ("Updates", UPDATES[kind]), ("State", STATE)):
             jobs[f"{kind}-{name}-whole"] = typed(kind, "Drops", 12, more)
             jobs[f"{kind}-{name}-cut"] = typed(kind, "Drops", 5, more)
             resumed = f"{more} checkpoint.resume={folder / f'{kind}-{name}-cut'}"
@@ -68,12 +69,13 @@ def test_processes_share_an_evaluation(runs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("job", ["Drops", "Updates"])
+@pytest.mark.parametrize("job", ["Drops", "Updates", "State"])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(runs, kind, job):
     """Bit by bit, including the random numbers of each process."""
     whole, cut = runs[f"{kind}-{job}-whole"], runs[f"{kind}-{job}-cut"]
     close(whole.weights(), cut.weights(), rtol=0, atol=0)
     close(whole.averages(), cut.averages(), rtol=0, atol=0)
+    close(whole.moments(), cut.moments(), rtol=0, atol=0)
     assert whole.values("val/loss")[12] == cut.values("val/loss")[12]
 
 

@@ -35,6 +35,7 @@ JOBS = {name: f"precision={name} train.clip_norm=1" for name in PRECISIONS} | {
     "recipe": RECIPE,
     **{name: f"precision=bf16-true precision.update={name}" for name in UPDATES},
     "ema": "train.ema=0.5 precision=bf16-mixed train.eval_every=2",
+    "state": "optimizer=adamw optimizer.lr=0.01 optimizer.state_dtype=bfloat16",
 }
 STRATEGIES = ("ddp", "fsdp")
 SECOND_EXAMPLES = {
@@ -147,6 +148,16 @@ def test_processes_agree_on_updated_weights(alone, several, processes, strategy,
         close(one.values(key), many.values(key), **PRECISIONS["bf16-true"])
         assert many.values(key) == many.values(key, rank=1)
     assert {t.dtype for t in many.weights().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(PLACE, rows(["state"]))
+def test_state_in_bfloat16_stands_beside_float32_weights(alone, several, processes, strategy, name):
+    one, many = alone[name], several(processes, strategy, name)
+    for key in ("train/loss", "val/loss"):
+        close(one.values(key), many.values(key), rtol=2e-3, atol=1e-3)
+        assert many.values(key) == many.values(key, rank=1)
+    assert {value.dtype for value in many.weights().values()} == {torch.float32}
+    assert {value.dtype for value in many.moments().values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(PLACE, rows(["spike"]))
