@@ -174,33 +174,6 @@ def test_every_optimizer_follows_its_float32_self(name, rule):
         assert optimizer.param_groups[0]["params"][0] is params[0]
 
 
-@pytest.mark.parametrize(
-    ("rule", "state_dtype"), [*((rule, None) for rule in CURES), ("nearest", BF16)]
-)
-def test_state_continues_from_a_state_dict(rule, state_dtype):
-    def fresh():
-        params = weights(BF16 if state_dtype is None else torch.float32)
-        optimizer = torch.optim.NAdam(params, lr=1e-4)
-        attach_update(optimizer, rule, state_dtype, seed=3)
-        return params, optimizer
-
-    params, optimizer = fresh()
-    train(optimizer, 6)
-    others, resumed = fresh()
-    train(resumed, 3)
-    state, values = resumed.state_dict(), [p.detach().clone() for p in others]
-    others, resumed = fresh()
-    for p, value in zip(others, values, strict=True):
-        p.data.copy_(value)
-    resumed.load_state_dict(state)
-    train(resumed, 3, first=3)
-    for p, other in zip(params, others, strict=True):
-        assert torch.equal(p, other)
-        for key, value in optimizer.state[p].items():
-            assert resumed.state[other][key].dtype is value.dtype
-            assert torch.equal(resumed.state[other][key], value)
-
-
 # By the weights' dtype and the state's: the weight, two averages of Adam, what the rule keeps.
 BYTES = {
     (BF16, None): {

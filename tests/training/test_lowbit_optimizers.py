@@ -1,4 +1,3 @@
-import io
 import re
 import sys
 
@@ -7,6 +6,7 @@ import torch
 from states import CPU, are_equal
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from training_states import MLP, resume_halfway, save
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.tensor_facts import tensor_bytes
@@ -278,27 +278,11 @@ def test_an_overflow_is_skipped(node):
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_resumed_run_is_bit_exact(compose, name, precision):
-    composed = compose(f"optimizer={name}", "scheduler=cosine")
-    make = {"optimizer": composed.optimizer, "scheduler": composed.scheduler}
-    model, (d,) = build(precision=precision, **make)
-    train(model, [d], range(4))
-    file = io.BytesIO()
-    torch.save([model.state_dict(), d.optimizer.state_dict(), d.scheduler.state_dict()], file)
-    file.seek(0)
-    content = torch.load(file, weights_only=True)
-    assert {type(t) for t in all_tensors(content[1])} == {torch.Tensor}  # no library is needed
-    twin, (other,) = build(precision=precision, **make)
-    for part, saved in zip((twin, other.optimizer, other.scheduler), content, strict=True):
-        part.load_state_dict(saved)
-    assert [g.get("optim_bits") for g in other.optimizer.param_groups] == [None, 32]
-    train(model, [d], range(4, 8))
-    train(twin, [other], range(4, 8))
-    assert are_equal(model.parameters(), twin.parameters())
-    stored, its = states(model, d.optimizer), states(twin, other.optimizer)
-    for key, values in stored.items():
-        assert [(type(v), v.dtype, tensor_bytes(v)) for v in values] == [
-            (type(v), v.dtype, tensor_bytes(v)) for v in its[key]
-        ]
+    spec = compose(*MLP, f"optimizer={name}", f"precision={precision}", "scheduler=cosine")
+    state, _ = resume_halfway(spec, 4, 4)
+    saved = all_tensors(save(state, spec).content["optimizers"])
+    assert {type(t) for t in saved} == {torch.Tensor}  # no library is needed
+    assert any(t.dtype.itemsize == 1 for t in saved)
 
 
 # What is refused
