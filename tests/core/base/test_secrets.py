@@ -61,7 +61,6 @@ def test_what_is_hidden_in_an_override_still_parses_however_it_is_written(overri
 SECRET_KEYS = (
     "password passphrase secret token credentials api_key access_key secret_key private_key"
 )
-OTHER_KEYS = "num_tokens pad_token key"
 
 
 @pytest.mark.parametrize("key", SECRET_KEYS.split())
