@@ -8,25 +8,46 @@ that computes by autocast is like MixedPrecision; one that replaces linear layer
 ConvertingPrecision, like Float8Precision.
 """
 
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, get_args
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConversionPlan, ConversionReport, Precision, tensor_facts
-from runner.core.policy.precision import NO_PLAN
+from runner.core import ConversionPlan, ConversionReport, Precision, random_streams, tensor_facts
+from runner.core.policy.precision import NO_PLAN, ComputeFormat
 from runner.core.policy.sessions import Session, Switches, open_session
 from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
-from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels
+from runner.precision.conversion import (
+    ConversionRules,
+    convert_modules,
+    find_routers,
+    named_experts,
+)
+from runner.precision.emulation.autocast_kernels import cuda_casts, grouped_casts
+from runner.precision.emulation.cpu_kernels import (
+    KernelChoice,
+    choose_kernels,
+    float32_accumulate,
+    tf32_products,
+)
 from runner.precision.emulation.formats import FP8_ROUNDOFFS
 from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
+from runner.precision.layers.conv1d import linear_classes
 from runner.precision.options import choice_problems, switch_problems
-from runner.precision.switches import MATMUL_PRECISIONS, switched
 
 _NO_CONTEXT = nullcontext()
+# Attributes of torch.backends.cuda.matmul.
+_SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
+# Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
+# and e5m2, which the others take, is wider.
+FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
 
 
 class BasePrecision(Precision):
@@ -150,3 +171,133 @@ class BasePrecision(Precision):
             emulate=self.emulates_products,
             reduced_precision_reduction=self.reduced_precision_reduction,
         )
+
+
+@contextmanager
+def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
+    """Return the context in which switches are set, and after which torch's own are restored, also
+    after an exception.
+
+    torch's default allows reduced sums: cuBLAS may then split a long sum (split-K) and add the
+    parts in the dtype of the result, which rounds each of them.
+
+    Source: pytorch.org/docs/stable/notes/numerical_accuracy.html, reduced precision reduction.
+    """
+    matmul = torch.backends.cuda.matmul
+    allowed = switches.reduced_sums
+    with ExitStack() as stack:
+        stack.callback(random_streams.saved_float32_switches())
+        random_streams.set_float32_switches(switches.float32_matmul)
+        for switch in _SWITCHES:
+            # torch refuses reduced sums where sums may not be split at all.
+            split_k = getattr(matmul, f"{switch}_split_k")
+            stack.callback(setattr, matmul, switch, (getattr(matmul, switch), split_k))
+            setattr(matmul, switch, (allowed, allowed or split_k))
+        for key in switches.replacements:
+            if isinstance(key, torch.dtype):
+                stack.enter_context(float32_accumulate(key))
+            elif key == "tf32":
+                stack.enter_context(tf32_products(model))
+            elif key == "calls_parts":
+                fuses = torch.backends.mha.get_fastpath_enabled()
+                stack.callback(torch.backends.mha.set_fastpath_enabled, fuses)
+                torch.backends.mha.set_fastpath_enabled(False)
+            else:
+                stack.enter_context(cuda_casts() if key == "cuda_casts" else grouped_casts())
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class ConvertingPrecision(BasePrecision):
+    """Low-precision linear layers; the rest of the model computes by autocast, or as it is stored.
+
+    A subclass says which layers it cannot hold, and replaces the others. It has autocast where it
+    computes in another dtype than it stores.
+
+    Args:
+        name: label of the run.
+        ignore_modules: patterns of modules that are not converted.
+        experts: patterns of stacked weights of experts beside those that are found, see
+            conversion.named_experts.
+        keep_fp32: patterns of modules that store and compute in float32, and are not converted.
+        autocast_loss: compute the loss as the rest of the model, else on float32 outputs.
+        reduced_precision_reduction: products on CUDA may add their parts in half precision.
+
+    Attributes:
+        keeps_dtypes: what is not converted keeps the dtype that it was built in; else it is cast
+            to the storage dtype.
+        skips_shared: layers that share a parameter are not converted.
+        layers_compute_in: the format of the products of converted layers, as a phrase; empty where
+            they are in the dtype of the others.
+        layer_formats: the number formats of converted layers, the narrowest first.
+    """
+
+    converts_layers = True
+    keeps_dtypes = False
+    skips_shared = False
+    layers_compute_in = ""
+    layer_formats: ClassVar[tuple[ComputeFormat, ...]] = ()
+    name: str
+    _: KW_ONLY
+    ignore_modules: Sequence[str] = ()
+    experts: Sequence[str] = ()
+    keep_fp32: Sequence[str] = ()
+    autocast_loss: bool = False
+    reduced_precision_reduction: bool = False
+
+    @abstractmethod
+    def find_obstacle(self, module: nn.Module) -> str:
+        """Return why a linear layer that is not converted cannot be; empty where it can."""
+
+    def convert_layer(self, module: nn.Module, device: torch.device) -> None:
+        """Replace a linear layer, in place; the device is the one where it will run.
+
+        A subclass has this method, or a convert_layers of its own.
+        """
+        raise NotImplementedError
+
+    def convert_layers(
+        self, model: nn.Module, rules: ConversionRules, device: torch.device
+    ) -> ConversionReport:
+        """Replace the layers that the rules allow, in place, on the device where they will run."""
+        convert_layer = partial(self.convert_layer, device=device)
+        return convert_modules(model, dict.fromkeys(linear_classes(), convert_layer), rules)
+
+    def convert(
+        self,
+        model: nn.Module,
+        device: torch.device = tensor_facts.CPU_DEVICE,
+        plan: ConversionPlan = NO_PLAN,
+    ) -> tuple[nn.Module, ConversionReport]:
+        # Before the conversion: what either refuses leaves the model unchanged.
+        kept = find_kept_modules(model, self.keep_fp32, self.storage)
+        own_dtypes, lines = find_kept_tensors(model, self.storage, device)
+        rules = ConversionRules(
+            self.name,
+            self.ignore_modules,
+            kept,
+            self.find_obstacle,
+            # A packed weight is a new object.
+            new_weights=self.freezes,
+            skips_shared=self.skips_shared,
+            kept=own_dtypes,
+            experts={**named_experts(model, self.experts), **plan.expert_layouts},
+            plan=plan,
+        )
+        wide = kept | find_routers(model, rules)
+        report = self.convert_layers(model, rules, device)
+        keep_in_float32(model, wide, self.storage)
+        if not self.keeps_dtypes:
+            in_float32 = dict.fromkeys(wide, torch.float32)
+            cast_floats(model, self.storage, {**own_dtypes, **in_float32})
+        return model, replace(report, kept=lines)
+
+    @property
+    def compute_format(self) -> str:
+        if not self.layers_compute_in:
+            return super().compute_format
+        return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
+
+    @property
+    def formats(self) -> tuple[ComputeFormat, ...]:
+        return (*self.layer_formats, *super().formats)

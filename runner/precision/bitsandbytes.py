@@ -4,7 +4,6 @@ Packed weights are frozen, so they need an adapter to train; `bnb-int8-training`
 that train, and products of int8 copies.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, final
@@ -14,8 +13,8 @@ from torch import nn
 
 from runner.core import Unavailable, refuse, tensor_facts
 from runner.precision import devices, options
+from runner.precision.base import ConvertingPrecision
 from runner.precision.conversion import change_class
-from runner.precision.converting import ConvertingPrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
@@ -29,22 +28,15 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 class BitsandbytesPrecision(ConvertingPrecision):
     """Quantised weights in every nn.Linear and Conv1D; the rest keeps its dtype, under autocast.
 
-    Args:
-        name: label of the run.
+    Args beside those of ConvertingPrecision:
         mode: nf4, fp4 (4 bits, frozen), nf4-dq, fp4-dq (their scales in 8 bits, too), int8
             (frozen), int8-training (float32 weights that train, products on int8 copies).
         compute_dtype: bfloat16, float16 or float32; of the products. float64 is refused: the
             CPU's 4-bit kernels return garbage for it.
-        ignore_modules: patterns of modules that are not converted.
-        experts: patterns of stacked weights of experts beside those that are found, see
-            conversion.named_experts.
-        keep_fp32: patterns of modules that compute in float32 (and are not converted).
         threshold: int8 modes: columns of the inputs with a larger magnitude are
             multiplied in compute_dtype; 0 for none. LLM.int8() uses 6.
-        autocast_loss: compute the loss under autocast, too.
         float32_matmul: precision of the float32 products that remain.
         cpu_float16: which kernels float16 takes on a CPU; see emulation.cpu_kernels.
-        reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -52,17 +44,11 @@ class BitsandbytesPrecision(ConvertingPrecision):
 
     keeps_dtypes = True
 
-    name: str
     mode: str
     compute_dtype: str = "bfloat16"
-    ignore_modules: Sequence[str] = ()
-    experts: Sequence[str] = ()
-    keep_fp32: Sequence[str] = ()
     threshold: float = 0.0
-    autocast_loss: bool = False
     float32_matmul: str = "highest"
     cpu_float16: KernelChoice = "auto"
-    reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
         problems = options.choice_problems("mode", self.mode, MODES)

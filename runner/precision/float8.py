@@ -5,7 +5,6 @@ scales its operands anew in every step.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from runner.core import Unavailable, refuse, suppress_warnings
 from runner.core.base.tpu import is_tpu
 from runner.precision import devices, options
+from runner.precision.base import FP8_LAYERS, ConvertingPrecision
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class, layer_class, replace_in_place
-from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths
 
@@ -41,8 +40,7 @@ class Float8Precision(ConvertingPrecision):
     A converted layer scales activations, weights and output gradients to FP8 anew in every step
     and accumulates its products in float32; weights stay in float32 or bfloat16.
 
-    Args:
-        name: label of the run.
+    Args beside those of ConvertingPrecision:
         recipe: torchao's: tensorwise (one scale per tensor, gradients in e5m2), rowwise (a scale
             per row, a power of two, all in e4m3), rowwise_with_gw_hp (the same, but the weight
             gradient in bfloat16), mxfp8_rceil (a power of two per 32 numbers along the contracted
@@ -50,14 +48,8 @@ class Float8Precision(ConvertingPrecision):
         weights: float32 (bfloat16 compute through autocast) or bfloat16 (everything in it).
         emulate: round to FP8 and multiply in float32, on any device. Its losses are those of the
             hardware up to the order of summation; its speed means nothing.
-        ignore_modules: patterns of modules that are not converted.
-        experts: patterns of stacked weights of experts beside those that are found, see
-            conversion.named_experts.
         min_features: the least input or output width of a layer that is converted.
-        keep_fp32: patterns of modules that compute in float32.
-        autocast_loss: compute the loss in bfloat16 too, else on float32 outputs.
         float32_matmul: precision of the float32 products that remain.
-        reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -68,17 +60,11 @@ class Float8Precision(ConvertingPrecision):
 
     layers_compute_in = "FP8"
     layer_formats = (FP8_LAYERS,)
-    name: str
     recipe: str
     weights: str = "float32"
     emulate: bool = False
-    ignore_modules: Sequence[str] = ()
-    experts: Sequence[str] = ()
     min_features: int = SCALED_MM_MULTIPLE
-    keep_fp32: Sequence[str] = ()
-    autocast_loss: bool = False
     float32_matmul: str = "highest"
-    reduced_precision_reduction: bool = False
 
     def __post_init__(self) -> None:
         problems = options.choice_problems("recipe", self.recipe, NAME_BY_RECIPE)

@@ -4,7 +4,6 @@ Plain weights are packed when the model is converted (post-training quantisation
 qat-* train weights for it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from runner.core import Unavailable, refuse, tensor_facts
 from runner.precision import devices, options
-from runner.precision.converting import ConvertingPrecision
+from runner.precision.base import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.quantized_linear import QuantizedLinear
@@ -26,19 +25,12 @@ COMPUTE_DTYPES = ("float32", "bfloat16")
 class WeightFormatPrecision(ConvertingPrecision):
     """A precision of int4, int8 and nvfp4 weights; a subclass packs them, or rounds them.
 
-    Args:
-        name: label of the run.
+    Args beside those of ConvertingPrecision:
         format: int4 (weights only), int8 or nvfp4 (weights and inputs).
         group_size: int4's weights that share a scale.
         compute_dtype: float32, or bfloat16 by autocast; of the rest of the model, and of products
             of floating numbers.
-        ignore_modules: patterns of modules that are not converted.
-        experts: patterns of stacked weights of experts beside those that are found, see
-            conversion.named_experts.
-        keep_fp32: patterns of modules that compute in float32 (and are not converted).
-        autocast_loss: compute the loss under autocast, too.
         float32_matmul: precision of float32 products.
-        reduced_precision_reduction: products on CUDA may add their parts in half precision.
 
     Attributes:
         prefix: of the built-in names, before the format.
@@ -47,16 +39,10 @@ class WeightFormatPrecision(ConvertingPrecision):
         ConfigError: a value that is not allowed.
     """
 
-    name: str
     format: str
     group_size: int = 32
     compute_dtype: str = "float32"
-    ignore_modules: Sequence[str] = ()
-    experts: Sequence[str] = ()
-    keep_fp32: Sequence[str] = ()
-    autocast_loss: bool = False
     float32_matmul: str = "highest"
-    reduced_precision_reduction: bool = False
     weight_format: WeightFormat = field(init=False)
     prefix: ClassVar[str] = ""
 

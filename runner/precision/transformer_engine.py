@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from runner.core import ConversionPlan, ConversionReport, Strategy, Unavailable, refuse
 from runner.core.policy.precision import NO_PLAN
 from runner.precision import options, te_recipes
+from runner.precision.base import FP8_LAYERS, ConvertingPrecision
 from runner.precision.casting import DefaultDtype
 from runner.precision.conversion import ROOT_NAME, ConversionRules
-from runner.precision.converting import FP8_LAYERS, ConvertingPrecision
 from runner.precision.emulation import te_emulation
 from runner.precision.emulation.formats import E4M3, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.backward_checks import refuse_recompute
@@ -45,8 +45,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     Parameters, gradients, optimizer state and buffers are in the weights' dtype; a converted
     layer's products run in FP8 or FP4, scaled as the recipe says.
 
-    Args:
-        name: label of the run.
+    Args beside those of ConvertingPrecision:
         weights: bfloat16 or float16.
         recipe: its kind (delayed, current, block, mxfp8, nvfp4) and the keys of that kind; see
             te_recipes.KINDS.
@@ -54,13 +53,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             nothing.
         accumulate: how emulated products are summed; see emulation.te_emulation.
         fuse: one layer for a norm and the linear layer that alone takes its output.
-        keep_fp32: patterns of modules that store and compute in float32.
-        ignore_modules: patterns of modules that are not converted.
-        experts: patterns of stacked weights of experts beside those that are found, see
-            conversion.named_experts.
-        autocast_loss: compute the loss in the weights' dtype too, else in float32.
         update_in_eval: an evaluation may move the scales of delayed scaling.
-        reduced_precision_reduction: products on CUDA may add their parts in half precision.
         update: how a step is added to the weights, see runner.precision.weight_updates.
 
     Raises:
@@ -71,17 +64,11 @@ class TransformerEnginePrecision(ConvertingPrecision):
     layer_formats = (FP8_LAYERS,)
     float32_matmul = "highest"
     cpu_float16 = "native"
-    name: str
     weights: str
     recipe: Mapping[str, Any]
     emulate: bool = False
     fuse: bool = False
-    keep_fp32: Sequence[str] = ()
-    ignore_modules: Sequence[str] = ()
-    experts: Sequence[str] = ()
-    autocast_loss: bool = False
     update_in_eval: bool = False
-    reduced_precision_reduction: bool = False
     update: UpdateRule = "nearest"  # type: ignore[assignment]
     accumulate: te_recipes.Accumulation = "float32"
     # The forward's contexts, by the default dtype.

@@ -14,7 +14,7 @@ from runner.core.base.tensor_facts import narrow_parameters
 from runner.core.loop.step import train_step
 from runner.precision import precision
 from runner.precision.casting import CastCacheWatch
-from runner.precision.emulation.cuda_autocast import cuda_casts
+from runner.precision.emulation.autocast_kernels import cuda_casts
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,7 @@ from runner.core.policy.loss_scale import LossScale
 from runner.core.policy.precision import Precision
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.precision.base import BasePrecision
-from runner.precision.converting import ConvertingPrecision
+from runner.precision.base import BasePrecision, ConvertingPrecision
 from runner.precision.mixed import MixedPrecision
 from runner.precision.quantized import WeightFormatPrecision
 from runner.precision.true import TruePrecision

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from runner.precision import precision
-from runner.precision.emulation.cuda_autocast import cuda_casts
-from runner.precision.emulation.grouped_casts import grouped_casts
+from runner.precision.emulation.autocast_kernels import cuda_casts, grouped_casts
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "pad_token_id": 0}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}

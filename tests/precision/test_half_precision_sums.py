@@ -6,7 +6,6 @@ from precision_models import CPU, load_precision
 from torch import nn
 
 from runner.precision import registry
-from runner.precision.switches import reduced_precision_sums
 
 ONE_OF_EACH_CLASS = ("bf16-true", "16-mixed", "bnb-nf4", "float8-rowwise", "transformer-engine")
 MATMUL = torch.backends.cuda.matmul
@@ -39,6 +38,11 @@ def test_the_key_allows_sums_in_half_precision(name):
         MATMUL.allow_fp16_reduced_precision_reduction = True
 
 
+def sums_session(allowed):
+    precision = load_precision("bf16-true", reduced_precision_reduction=allowed)
+    return precision.session(nn.Linear(2, 2), CPU)
+
+
 @pytest.mark.skipif(
     not hasattr(MATMUL, "allow_fp16_reduced_precision_reduction_split_k"),
     reason="this torch has no switch for split sums",
@@ -46,9 +50,9 @@ def test_the_key_allows_sums_in_half_precision(name):
 def test_the_switch_for_split_sums_stays_as_it_was():
     MATMUL.allow_fp16_reduced_precision_reduction = (False, False)
     try:
-        with reduced_precision_sums(False):
+        with sums_session(False):
             assert not MATMUL.allow_fp16_reduced_precision_reduction_split_k
-        with reduced_precision_sums(True):
+        with sums_session(True):
             assert sums() == (True, True)
         assert sums() == (False, True)
         assert not MATMUL.allow_fp16_reduced_precision_reduction_split_k

@@ -9,7 +9,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from runner.core.base.errors import ConfigError
 from runner.precision import registry
-from runner.precision.switches import float32_matmul
 
 ADAMS = {"Adam": {}, "AdamW": {}, "NAdam": {}, "RMSprop": {"eps": 1e-8}, "Adagrad": {"eps": 1e-10}}
 
@@ -26,7 +25,8 @@ def test_the_switches_are_restored_after_an_exception(before):
     try:
         for precision in ("highest", "high"):
             with pytest.raises(RuntimeError, match="inside"):
-                raise_inside(float32_matmul(precision))
+                chosen = registry.load_precision("32-true", float32_matmul=precision)
+                raise_inside(chosen.session(nn.Linear(2, 2), CPU))
             assert switches() == before
     finally:
         torch.set_float32_matmul_precision(previous[0])

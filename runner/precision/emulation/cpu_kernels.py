@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,6 @@ def _install(kernels: Kernels, namespace: str) -> torch.library.Library:
 
 
 KernelChoice = Literal["auto", "native", "float32_accumulate"]
-ResolvedKernels = Literal["native", "float32_accumulate"]
 
 # Elements of a weight from which accumulating in float32 is faster, at batches of 8 to 128 and
 # images of 8x8 to 28x28 (bench/results/cpu_float16_search.md). A convolution reuses its weight at
@@ -119,40 +118,27 @@ LARGE_CONVOLUTION = 128
 MAX_NATIVE_SLOWDOWN = 4
 
 
-ALL_RESULTS = 99  # more than any operator returns
-
-
-class Kernel(NamedTuple):
-    """Which arguments and results of an ATen operator are float16, so that it can run in float32.
-
-    Attributes:
-        half_arguments: how many leading arguments are float16 tensors (or None) when it runs in
-            float16.
-        half_results: how many leading results are float16 then; the others keep their dtype.
-    """
-
-    half_arguments: int
-    half_results: int = ALL_RESULTS
-
-
-KERNELS: dict[str, Kernel] = {
-    "mm": Kernel(2),
-    "bmm": Kernel(2),
-    "addmm": Kernel(3),
-    "baddbmm": Kernel(3),
-    "addbmm": Kernel(3),
-    "_addmm_activation": Kernel(3),
-    "convolution": Kernel(3),
-    "convolution_backward": Kernel(3),
-    "col2im": Kernel(1),
-    # The log-sum-exp, second result and sixth argument of the backward, is float32 throughout.
-    "_scaled_dot_product_flash_attention_for_cpu": Kernel(3, half_results=1),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": Kernel(5),
-    # The fourth result is oneDNN's workspace, in bytes.
-    "mkldnn_rnn_layer": Kernel(7, half_results=3),
-    "mkldnn_rnn_layer_backward": Kernel(13),
+KERNELS = {
+    "mm": 2,
+    "bmm": 2,
+    "addmm": 3,
+    "baddbmm": 3,
+    "addbmm": 3,
+    "_addmm_activation": 3,
+    "convolution": 3,
+    "convolution_backward": 3,
+    "col2im": 1,
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+    "mkldnn_rnn_layer": 7,
+    "mkldnn_rnn_layer_backward": 13,
 }
-"""Operators whose native float16 kernel costs far more than twice the float32 one."""
+"""Operators whose native float16 kernel costs far more than twice the float32 one, and how many of
+their leading arguments are float16 tensors (or None) when they run in float16."""
+# How many leading results are float16 then, where not all are: the log-sum-exp, second result and
+# sixth argument of the backward, is float32 throughout, and the fourth result of an RNN is oneDNN's
+# workspace, in bytes.
+HALF_RESULTS = {"_scaled_dot_product_flash_attention_for_cpu": 1, "mkldnn_rnn_layer": 3}
 
 
 @cache
@@ -228,7 +214,7 @@ def _has_large_weight(module: nn.Module) -> bool:
     )
 
 
-def choose_kernels(choice: KernelChoice, model: nn.Module) -> ResolvedKernels:
+def choose_kernels(choice: KernelChoice, model: nn.Module) -> str:
     """Return which kernels float16 uses on this CPU.
 
     Args:
@@ -272,7 +258,7 @@ def float32_accumulate(half: torch.dtype = torch.float16) -> Iterator[None]:
 
 def _make_kernels(half: torch.dtype) -> Kernels:
     """Return the kernels that replace PyTorch's; its own must be in place."""
-    kernels = {name: _accumulating_kernel(name, kernel, half) for name, kernel in KERNELS.items()}
+    kernels = {name: _accumulating_kernel(name, half) for name in KERNELS}
     for name, source in WRITING_VARIANTS.items():
         kernels[name] = _writing_kernel(name, kernels[source], half)
     replacements = {(name, "CPU"): kernel for name, kernel in kernels.items()}
@@ -282,10 +268,11 @@ def _make_kernels(half: torch.dtype) -> Kernels:
     return replacements
 
 
-def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> BoxedKernel:
+def _accumulating_kernel(name: str, half: torch.dtype) -> BoxedKernel:
     """Return an operator's kernel that computes a half dtype in float32 and rounds the result."""
     native = original_kernel(name)
-    half_arguments, half_results = kernel
+    half_arguments = KERNELS[name]
+    half_results = HALF_RESULTS.get(name, 99)  # more than any operator returns
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         # First, because float32 calls pass through here too and must not pay for the rest.
@@ -295,10 +282,10 @@ def _accumulating_kernel(name: str, kernel: Kernel, half: torch.dtype) -> BoxedK
         # With mixed dtypes the native kernel raises its own error, as it would without us.
         if any(t is not None and t.dtype is not half for t in tensors):
             return native(keys, *args, **kwargs)
-        wide = [None if t is None else t.float() for t in tensors]
+        wide = [_widen(t, half) for t in tensors]
         kwargs = {key: _widen(value, half) for key, value in kwargs.items()}
         result = native(keys, *wide, *args[half_arguments:], **kwargs)
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             return result.to(half)
         half_part = [None if t is None else t.to(half) for t in result[:half_results]]
         return (*half_part, *result[half_results:])
@@ -330,7 +317,7 @@ def _lstm_kernel(key: str, half: torch.dtype) -> BoxedKernel:
     """
     native = original_kernel("lstm.input", key)
 
-    def run(keys: Any, x: torch.Tensor, hx: Any, params: Any, *args: Any) -> Any:
+    def run(keys: Any, x: Tensor, hx: Any, params: Any, *args: Any) -> Any:
         all_half = all(t.dtype is half for t in (*hx, *params))
         # Under autocast the states and weights may still be in float32.
         takes_half = all_half or torch.is_autocast_enabled("cpu")
@@ -345,7 +332,7 @@ def _lstm_kernel(key: str, half: torch.dtype) -> BoxedKernel:
 
 def _widen(value: Any, half: torch.dtype) -> Any:
     """Return a half tensor as float32; any other value unchanged."""
-    is_half = isinstance(value, torch.Tensor) and value.dtype is half
+    is_half = isinstance(value, Tensor) and value.dtype is half
     return value.float() if is_half else value
 
 

@@ -142,8 +142,7 @@ class Nvfp4Quantizer:
             x = F.pad(x, (0, -x.shape[1] % 16))
             # Contiguous, so that this is one product and not one for each row.
             x = (x.contiguous().unflatten(1, (-1, 16)) @ hadamard_rotation(x.device)).flatten(1)
-        blocks = to_tiles(x, self.shape)
-        rounded, stored, tensor_scale = self._rounded_blocks(blocks, x.abs().amax())
+        rounded, stored, tensor_scale = self._rounded_blocks(x)
         return from_tiles(rounded.mul_(stored * tensor_scale), x.shape)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,13 +156,14 @@ class Nvfp4Quantizer:
             scale of the whole, a float32 scalar.
         """
         assert not self.rotates
-        blocks = to_tiles(x, self.shape)
-        rounded, stored, tensor_scale = self._rounded_blocks(blocks, x.abs().amax())
+        rounded, stored, tensor_scale = self._rounded_blocks(x)
         return from_tiles(rounded, x.shape), stored[:, 0, :, 0], tensor_scale
 
-    def _rounded_blocks(self, blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the E2M1 values of tiles, the tiles' E4M3 scales and the scale of the whole, all
-        float32; amax is the largest magnitude of the whole."""
+    def _rounded_blocks(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the E2M1 values in tiles, the tiles' E4M3 scales and the scale of the whole, all
+        float32."""
+        blocks = to_tiles(x, self.shape)
+        amax = x.abs().amax()
         # The scale of the whole operand brings the blocks' scales into E4M3's range.
         operand_scale = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
         is_usable = operand_scale.isfinite() & (operand_scale > 0)
@@ -206,9 +206,9 @@ def hadamard_rotation(device: torch.device) -> Tensor:
 
     It is a diagonal of fixed signs, those of the library, times Hadamard's matrix / 4.
     """
-    matrix = torch.ones(1, 1, dtype=torch.float32)
-    while len(matrix) < 16:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32)
+    square = torch.kron(pair, pair)
+    matrix = torch.kron(square, square)
     signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
     return (signs[:, None] * matrix / 4).to(device)
 

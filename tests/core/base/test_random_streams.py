@@ -107,7 +107,7 @@ def test_operations_that_can_differ_are_refused():
 
 SWITCHES = """
 import sys, torch
-from runner.precision.switches import float32_matmul
+from runner.precision.registry import load_precision
 from runner.core.base.random_streams import process_state
 b = torch.backends
 places = (b.cuda.matmul, b.mkldnn.matmul, b.cudnn.conv, b.cudnn.rnn)
@@ -116,7 +116,8 @@ def state():
 if sys.argv[1] == "new":
     b.fp32_precision = "tf32"
 before = state()
-with process_state(), float32_matmul(sys.argv[2]):
+precision = load_precision("32-true", float32_matmul=sys.argv[2])
+with process_state(), precision.session(torch.nn.Linear(1, 1), torch.device("cpu")):
     print(*state())
 assert state() == before, (state(), before)
 """

@@ -1,4 +1,5 @@
-"""Cast on a CPU as torch's autocast does on CUDA, operator by operator.
+"""Have torch's autocast cast what its lists lack: on a CPU as on CUDA, operator by operator, and
+grouped products on every device.
 
 torch has one list of casts for each kind of device. The CPU's leaves norms, softmax, pow, exp, log
 and sums in half precision, which CUDA's computes in float32; operators of CUDA's list that the
@@ -10,12 +11,13 @@ Source of the kinds of cast: ATen/autocast_mode.h and autocast_mode.cpp of PyTor
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runner.precision.emulation.cpu_kernels import BoxedKernel, Kernels, replace_kernels
@@ -30,13 +32,12 @@ scaled_dot_product_attention _cudnn_rnn cudnn_convolution cudnn_convolution_tran
 _WIDEST = """
 addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """
-LOWER_PRECISION = frozenset(_LOWER_PRECISION.split())
-"""Operators whose arguments CUDA's list casts to half precision, and casting.grouped_casts."""
-WIDEST = frozenset(_WIDEST.split())
+LOWER_PRECISION = {*_LOWER_PRECISION.split()}
+"""Operators whose arguments CUDA's list casts to half precision, and grouped_casts."""
+WIDEST = {*_WIDEST.split()}
 """Operators whose arguments it casts to the widest dtype among them."""
 # The others of the list are in float32: their arguments, or, where they have an argument dtype, the
 # result, which the kernel then sums up in.
-_REFUSED = "binary_cross_entropy"
 # What cuDNN's recurrent layers, which CUDA's list casts, are on a CPU.
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # The CPU has no kernel of it in half precision.
@@ -44,6 +45,10 @@ _ROUNDED = "avg_pool3d"
 # Of each weight, by identity: the weight, which must live as long, and its cast.
 _half_weights: dict[int, tuple[Tensor, Tensor]] = {}
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_GROUPED_PRODUCTS = {"aten": "_grouped_mm", "transformers": "grouped_mm_fallback"}
+"""Operators that multiply each expert's rows by its weight, by namespace: torch's, and that of
+transformers where torch's has no kernel and under torch.compile."""
+_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA", "AutocastMPS", "AutocastXLA")
 
 
 def listed_operators(device_type: str) -> set[str]:
@@ -103,14 +108,10 @@ def _make_kernels() -> Kernels:
     return {(name, "AutocastCPU"): kernel for name, kernel in kernels.items()}
 
 
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
 def _kernel(name: str, rule: Callable[..., Any]) -> BoxedKernel:
     """Return an operator's kernel for autocast, which calls rule(operator, args, kwargs)."""
-    operator = _operator(name)
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
         # What the operator is composed of is not cast again.
@@ -120,9 +121,9 @@ def _kernel(name: str, rule: Callable[..., Any]) -> BoxedKernel:
     return run
 
 
-def _is_cast(value: Any) -> bool:
-    """Return whether autocast looks at a value: a floating tensor on the CPU, but no float64."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu":
+def _is_cast(value: Any, device_type: str = "cpu") -> bool:
+    """Return whether autocast looks at a value: a floating tensor on the device, but no float64."""
+    if not isinstance(value, Tensor) or value.device.type != device_type:
         return False
     return value.is_floating_point() and value.dtype is not torch.float64
 
@@ -136,7 +137,7 @@ def _call_in(dtype: torch.dtype, operator: Any, args: Any, kwargs: Any) -> Any:
 def _in_float32(operator: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator in float32, or with dtype=float32 where it takes a dtype."""
     name: str = operator.name().removeprefix("aten::")
-    if name == _REFUSED:
+    if name == "binary_cross_entropy":
         raise RuntimeError(
             "torch refuses binary_cross_entropy (BCELoss) under CUDA's autocast, for it overflows "
             "in half precision. Use binary_cross_entropy_with_logits, or compute it in float32 "
@@ -179,3 +180,64 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if id(value) not in _half_weights:
         _half_weights[id(value)] = value, value.to(dtype)
     return _half_weights[id(value)][1]
+
+
+@contextmanager
+def grouped_casts() -> Iterator[None]:
+    """Have autocast cast grouped products while the context is open: torch's lists lack them, so
+    that it would leave the experts of a mixture in float32.
+
+    It is process-wide: see cpu_kernels.replace_kernels.
+    """
+    settings = torch.compiler.config
+    tag = settings.cache_key_tag
+    try:
+        # Compiled code that is stored on disk without these casts must not be loaded. Not by
+        # settings.patch, which only the thread that entered it can leave.
+        settings.cache_key_tag = f"{tag}grouped_casts"
+        with ExitStack() as stack:
+            for namespace, name in _GROUPED_PRODUCTS.items():
+                kernels = {
+                    (name, key): _grouped_kernel(namespace, name, key) for key in _AUTOCAST_KEYS
+                }
+                stack.enter_context(replace_kernels(name, kernels.copy, namespace))
+            yield
+    finally:
+        settings.cache_key_tag = tag
+
+
+def _grouped_kernel(namespace: str, name: str, key: str) -> BoxedKernel:
+    """Return an operator's kernel for a dispatch key of autocast, which calls it with its operands
+    cast."""
+    autocast_key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+
+    def run(_: Any, *args: Any) -> Any:
+        device_type = args[0].device.type
+        # A call with out_dtype has chosen its dtypes, as one of mm has.
+        if not any(isinstance(value, torch.dtype) for value in args):
+            half = torch.get_autocast_dtype(device_type)
+            args = tuple(v.to(half) if _is_cast(v, device_type) else v for v in args)
+        # The operator is defined once its library is imported.
+        operator = getattr(getattr(torch.ops, namespace), name)
+        args, width = _aligned(*args)
+        with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+            return operator(*args)[..., :width]
+
+    return run
+
+
+def _aligned(rows: Tensor, weight: Tensor, *rest: Any) -> tuple[tuple[Any, ...], int]:
+    """Return the arguments of a grouped product in half precision, padded with zeros to the sizes
+    that its kernels take, and the width of its output.
+
+    Args:
+        rows: [..., contracted].
+        weight: [experts, contracted, width].
+        rest: the other arguments.
+    """
+    width = weight.shape[-1]
+    contracted_missing, width_missing = -rows.shape[-1] % 8, -width % 8
+    if rows.itemsize == 2 and weight.ndim == 3 and (contracted_missing or width_missing):
+        rows = F.pad(rows, (0, contracted_missing))
+        weight = F.pad(weight, (0, width_missing, 0, contracted_missing))
+    return (rows, weight, *rest), width

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runner.core.base.tensor_facts import TORCH_VERSION
-from runner.precision.emulation.cuda_autocast import cuda_casts, listed_operators
+from runner.precision.emulation.autocast_kernels import cuda_casts, listed_operators
 
 
 def test_every_operator_of_cudas_list_gives_the_dtypes_of_fake_cuda_tensors() -> None:
