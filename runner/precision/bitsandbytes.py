@@ -43,6 +43,8 @@ class BitsandbytesPrecision(ConvertingPrecision):
     """
 
     keeps_dtypes = True
+    # After the FP8 precisions, 8 bits before 4.
+    sort_key = (-0.5,)  # type: ignore[assignment]
 
     mode: str
     compute_dtype: str = "bfloat16"
@@ -72,7 +74,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
             roundoffs = (bits, tensor_facts.unit_roundoff(self.compute))
             self._derive(freezes=True, layout=f"bnb-{self.mode}", operand_roundoffs=roundoffs)
         if self._is_int8:
-            self._derive(layers_compute_in="int8")
+            self._derive(layers_compute_in="int8", sort_key=(-1, 2))
 
     def require(self, device: torch.device) -> None:
         # Compute capabilities of the library's kernels: Turing for int8, Pascal for 4 bits.
@@ -141,11 +143,6 @@ class BitsandbytesPrecision(ConvertingPrecision):
         bits = "8" if self.mode == "int8" else "4"
         scales = ", 8-bit scales" if self.mode.endswith("-dq") else ""
         return f"{bits}-bit linear weights{scales}; the rest as built"
-
-    @property
-    def sort_key(self) -> tuple[float, ...]:
-        # After the FP8 precisions, 8 bits before 4.
-        return (-1, 2) if self._is_int8 else (-0.5,)
 
     @property
     def _is_int8(self) -> bool:

@@ -51,9 +51,7 @@ class CastCacheWatch(TorchFunctionMode):
         self._stale = set[int]()
         self.rewritten: dict[str, None] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         values = tree_leaves((args, kwargs))
         # On the meta device there is no autocast to ask for.

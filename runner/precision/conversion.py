@@ -13,17 +13,23 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.core import ConfigError, ConversionPlan, ConversionReport, Fate, module_tree
+from runner.core import (
+    ConfigError,
+    ConversionPlan,
+    ConversionReport,
+    Fate,
+    module_tree,
+    tensor_facts,
+)
 from runner.core.policy.conversion_report import ModuleConversion, summarize_modules
 from runner.core.policy.precision import NO_PLAN
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
-    Experts,
     clashing_names,
     convert_experts,
     expert_matrices,
@@ -100,8 +106,11 @@ def convert_modules(
     """
     pairs = classify_modules(model, tuple(converters), rules)
     candidates = _candidates(pairs, rules) if rules.plan.finds_experts else {}
-    chosen = [(row.module, module) for row, module in pairs if row.is_converted]
-    chosen = [(path, module) for path, module in chosen if module not in candidates]
+    chosen = [
+        (row.module, module)
+        for row, module in pairs
+        if row.is_converted and module not in candidates
+    ]
     report = ConversionReport(tuple(row for row, _ in pairs))
     if chosen or not candidates:
         _check_conversion(rules, report, chosen)
@@ -110,8 +119,8 @@ def convert_modules(
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
         stacks = rules.stacks(path, module)
-        kinds = (nn.Linear,) if stacks else converters
-        convert = next(converters[kind] for kind in kinds if stacks or isinstance(module, kind))
+        kind = nn.Linear if stacks else next(k for k in converters if isinstance(module, k))
+        convert = converters[kind]
         pattern = "*" if path == ROOT_NAME else path
         try:
             if stacks:
@@ -191,8 +200,6 @@ def classify_modules(
             why = ROUTER_REASON
         elif path in rules.plan.bypassed:
             why = rules.plan.bypassed[path]
-        elif rules.stacks(path, module):
-            why = _obstacle_of_experts(path, module, rules, holders)
         else:
             why = _obstacle(path, module, kind, rules, holders)
         if not why:
@@ -257,47 +264,20 @@ def find_routers(model: nn.Module, rules: ConversionRules) -> set[str]:
 def _routers_in(module: nn.Module, path: str, count: int) -> set[str]:
     """Return the names of a module's children with a single matrix of so many outputs, or, if none
     has one, of their children."""
-    prefix = f"{path}." if path else ""
-    children = dict(module.named_children())
-    parts = {
-        f"{name}.{part}": grandchild
-        for name, child in children.items()
-        for part, grandchild in child.named_children()
-    }
-    return _with_outputs(children, prefix, count) or _with_outputs(parts, prefix, count)
+    for depth in (0, 1):
+        found = set()
+        for name, part in module.named_modules():
+            if name and name.count(".") == depth and _has_outputs(part, count):
+                found.add(f"{path}.{name}".removeprefix("."))
+        if found:
+            return found
+    return set()
 
 
-def _with_outputs(parts: Mapping[str, nn.Module], prefix: str, count: int) -> set[str]:
-    found = set()
-    for name, part in parts.items():
-        shapes = [matrix.shape for matrix in weight_matrices(part).values()]
-        if len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == count:
-            found.add(prefix + name)
-    return found
-
-
-def _obstacle_of_experts(
-    path: str, module: nn.Module, rules: ConversionRules, holders: Mapping[int, list[str]]
-) -> str:
-    """Return why a module's experts cannot be converted; empty where they can."""
-    if isinstance(module, Experts):
-        return f"is a {type(module).__name__} already"
-    clashes = clashing_names(module)
-    if clashes:
-        return f"has {', '.join(clashes)} of its own, names that converted experts take"
-    others = _sharing_modules(path, module, holders)
-    if others and (rules.new_weights or rules.skips_shared):
-        return f"shares a parameter with {', '.join(others)}"
-    for stack, transposed in rules.stacks(path, module).items():
-        matrices = expert_matrices(module.get_parameter(stack).detach(), transposed)
-        if not matrices.is_floating_point():
-            return f"{stack} is {str(matrices.dtype).removeprefix('torch.')}"
-        # The widths are those of one expert; the values are looked at together.
-        reason = rules.find_obstacle(linear_of(matrices[0].to("meta")))
-        reason = reason or rules.find_obstacle(linear_of(matrices.flatten(0, 1)))
-        if reason:
-            return f"{stack} {reason}"
-    return ""
+def _has_outputs(module: nn.Module, count: int) -> bool:
+    """Return whether a module has a single matrix, of so many outputs."""
+    shapes = [matrix.shape for matrix in weight_matrices(module).values()]
+    return len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == count
 
 
 def _obstacle(
@@ -307,7 +287,7 @@ def _obstacle(
     rules: ConversionRules,
     holders: Mapping[int, list[str]],
 ) -> str:
-    """Return why a module cannot be converted; empty where it can.
+    """Return why a module, or the experts that it holds, cannot be converted; empty where they can.
 
     Args:
         path: its name in reports.
@@ -316,18 +296,40 @@ def _obstacle(
         rules: which modules are converted.
         holders: see _holders_by_parameter.
     """
-    if kind is None and not is_converted(module):
-        return _reason_of_other(module, rules.name)
-    reason = _reason_of_layer(module, kind)
+    stacks = rules.stacks(path, module)
+    if is_converted(module):
+        return f"is a {type(module).__name__} already"
+    if stacks:
+        clashes = ", ".join(clashing_names(module))
+        reason = clashes and f"has {clashes} of its own, names that converted experts take"
+    elif kind is None:
+        reason = _reason_of_other(module, rules.name)
+    else:
+        reason = _reason_of_layer(module, kind)
+    # A module that shares the weight would still hold the plain one.
+    if not reason and (rules.new_weights or rules.skips_shared):
+        others = ", ".join(_sharing_modules(path, module, holders))
+        reason = others and f"shares a parameter with {others}"
     if reason:
         return reason
-    # A module that shares the weight would still hold the plain one.
-    if rules.new_weights or rules.skips_shared:
-        others = _sharing_modules(path, module, holders)
-        if others:
-            return f"shares a parameter with {', '.join(others)}"
     # Last, because it reads the weight and the widths, which a lazy layer, for example, lacks.
-    return rules.find_obstacle(module)
+    if not stacks:
+        return rules.find_obstacle(module)
+    for stack, transposed in stacks.items():
+        reason = _reason_of_stack(module.get_parameter(stack).detach(), transposed, rules)
+        if reason:
+            return f"{stack} {reason}"
+    return ""
+
+
+def _reason_of_stack(weight: Tensor, transposed: bool, rules: ConversionRules) -> str:
+    """Return why a stacked weight's experts cannot be converted; empty where they can."""
+    matrices = expert_matrices(weight, transposed)
+    if not matrices.is_floating_point():
+        return f"is {tensor_facts.dtype_name(matrices.dtype)}"
+    # The widths are those of one expert; the values are looked at together.
+    reason = rules.find_obstacle(linear_of(matrices[0].to("meta")))
+    return reason or rules.find_obstacle(linear_of(matrices.flatten(0, 1)))
 
 
 def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -420,17 +422,12 @@ def _check_conversion(
             "Type a precision without conversion, for example precision=bf16-mixed."
         )
     hooked = []
-    for path, module in chosen:
-        names = rules.stacks(path, module) or ("weight",)
-        weights = [module._parameters.get(name) for name in names]
+    for path, module in chosen if rules.new_weights else ():
+        weights = map(module.get_parameter, rules.stacks(path, module) or ("weight",))
         # torch keeps hooks of after the accumulation in an attribute that a plain weight lacks.
-        if any(
-            weight is not None
-            and (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
-            for weight in weights
-        ):
+        if any(w._backward_hooks or getattr(w, "_post_accumulate_grad_hooks", 0) for w in weights):
             hooked.append(path)
-    if rules.new_weights and hooked:
+    if hooked:
         patterns = ",".join("*" if path == ROOT_NAME else path for path in hooked)
         raise ConfigError(
             f"precision={rules.name} replaces weights, and a hook hangs on that of "
@@ -459,11 +456,9 @@ def is_converted(module: nn.Module) -> bool:
     return any(kind.__module__.startswith(_LAYER_MODULES) for kind in type(module).__mro__)
 
 
-def _reason_of_layer(module: nn.Module, kind: type[nn.Module] | None) -> str:
+def _reason_of_layer(module: nn.Module, kind: type[nn.Module]) -> str:
     """Return why a layer is not a plain one of its kind, which a conversion may replace; empty
     where it is."""
-    if kind is None or is_converted(module):
-        return f"is a {type(module).__name__} already"
     # torch's class of that module's output projection, by name because it is private.
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"
@@ -475,7 +470,7 @@ def _reason_of_layer(module: nn.Module, kind: type[nn.Module] | None) -> str:
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight has no shape before the first forward"
     if weight is not None and not weight.is_floating_point():
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        return f"its weight is {tensor_facts.dtype_name(weight.dtype)}"
     return ""
 
 

@@ -60,6 +60,7 @@ class Float8Precision(ConvertingPrecision):
 
     layers_compute_in = "FP8"
     layer_formats = (FP8_LAYERS,)
+    sort_key = (-1, 1)  # type: ignore[assignment]  # after TransformerEngine's
     recipe: str
     weights: str = "float32"
     emulate: bool = False
@@ -134,10 +135,14 @@ class Float8Precision(ConvertingPrecision):
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         if self._is_mx:
             with suppress_warnings():
-                from runner.precision.layers.mxfp8_linear import Mxfp8Linear, Mxfp8Product
+                from runner.precision.layers.mxfp8_linear import KernelPreference, Mxfp8Linear
 
-            product = Mxfp8Product(self.emulated, self.recipe == "mxfp8_rceil_wgrad_with_hp")
-            change_class(module, Mxfp8Linear, product=product)
+            change_class(
+                module,
+                Mxfp8Linear,
+                kernels=KernelPreference.EMULATED if self.emulated else KernelPreference.AUTO,
+                wgrad_with_hp=self.recipe.endswith("wgrad_with_hp"),
+            )
             return
         with suppress_warnings():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -153,10 +158,6 @@ class Float8Precision(ConvertingPrecision):
         made = convert_to_float8_training(plain, config=config)
         kind = layer_class(f"Float8{type(module).__name__}", mixin, type(made), type(module))
         replace_in_place(module, made, kind)
-
-    @property
-    def sort_key(self) -> tuple[float, ...]:
-        return (-1, 1)  # after TransformerEngine's
 
 
 class Float8Layer:

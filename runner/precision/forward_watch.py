@@ -238,9 +238,7 @@ class ForwardWatch(TorchFunctionMode):
 
         self._tape.replace_forward(module, run)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_in_layer = any(forward.layer for forward in self._running)
         is_in_model = any(forward.is_model for forward in self._running)
         # A layer's own reads do not count, and outside the model an optimizer reads weights.

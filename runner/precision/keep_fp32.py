@@ -29,7 +29,6 @@ from runner.core import ConfigError, fmt, module_tree, suppress_warnings, tensor
 from runner.core.base.module_tape import is_in_backward
 from runner.precision.casting import DefaultDtype, cast_fields, cast_floats, cast_nest, cast_tensor
 
-_CPU = torch.device("cpu")
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"
 
 
@@ -172,7 +171,7 @@ def double_parts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_kept_tensors(
-    model: nn.Module, storage: torch.dtype, device: torch.device = _CPU
+    model: nn.Module, storage: torch.dtype, device: torch.device = tensor_facts.CPU_DEVICE
 ) -> tuple[dict[str, torch.dtype], tuple[str, ...]]:
     """Return what keeps its dtype where the other floating tensors get the storage dtype.
 

@@ -25,7 +25,6 @@ from runner.core import (
     Precision,
     Unavailable,
     accelerators,
-    errors,
     fmt,
     refuse,
     targets,
@@ -35,6 +34,7 @@ from runner.core.base.tpu import is_tpu
 from runner.core.config.instantiation import Arguments, keywords, locate
 from runner.core.config.schema import PRECISION_ALIASES
 from runner.core.policy.loss_scale import ScaledGradients, describe_hooks, gradient_hooks
+from runner.precision import PolicyError
 from runner.precision.conversion import is_converted
 from runner.precision.forward_watch import ForwardWatch, converted_layers, expert_layouts
 from runner.precision.registry import precision_config
@@ -147,21 +147,19 @@ class Policy:
             PolicyError: a model was converted already.
         """
         if not isinstance(model, nn.Module):
-            raise errors.PolicyError(
-                f"policy.convert takes a torch.nn.Module, not {_kind_of(model)}."
-            )
+            raise PolicyError(f"policy.convert takes a torch.nn.Module, not {_kind_of(model)}.")
         if self._model is not None:
-            raise errors.PolicyError(
+            raise PolicyError(
                 "policy.convert was called already. Convert several models together: "
                 'policy.convert(nn.ModuleDict({"one": one, "other": other})).'
             )
         if any(is_converted(module) for module in model.modules()):
-            raise errors.PolicyError(
+            raise PolicyError(
                 "policy.convert was given a model that a precision has converted already. Convert "
                 "a new one."
             )
         if any(is_lazy(parameter) for parameter in model.parameters()):
-            raise errors.PolicyError(
+            raise PolicyError(
                 "policy.convert was given lazy layers, which have no weights yet. Call the model "
                 "on a batch before."
             )
@@ -190,7 +188,7 @@ class Policy:
                     check_state_dtype("state_dtype", optimizer, state_dtype)
                 attach_update(optimizer, self.precision.update, state_dtype, torch.initial_seed())
             elif state_dtype is not None:
-                raise errors.PolicyError(
+                raise PolicyError(
                     "policy.check(optimizer, state_dtype=...) after the optimizer was checked or "
                     "stepped. Call it once, before the first policy.step."
                 )
@@ -203,9 +201,7 @@ class Policy:
         precision needs, such as TF32's, and restores them after."""
         model = self._converted_model("session")
         if self._place != "outside":
-            raise errors.PolicyError(
-                "policy.session() is open already. Write it once, around the loop."
-            )
+            raise PolicyError("policy.session() is open already. Write it once, around the loop.")
         if self._gradients.scale.value is not None and gradient_hooks(model):
             warnings.warn(describe_hooks(gradient_hooks(model)), stacklevel=3)
         with self.precision.session(model, self.device):
@@ -220,11 +216,10 @@ class Policy:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Return the context around a forward of the model, in training and in evaluation."""
-        self._check_place("forward")
+        model = self._check_place("forward")
         # Once it is proven that the converted layers are called.
         proof: AbstractContextManager[Any] = nullcontext()
         if not self._is_proven:
-            model = self._converted_model("forward")
             layers = converted_layers(model, self.report)
             if layers:
                 proof = _prove_layers_called(self.precision.name, model, layers)
@@ -267,10 +262,9 @@ class Policy:
             weight: share of this micro-batch in the step, as 1 / 4 for each of four.
             retain_graph: as in Tensor.backward.
         """
-        self._check_place("backward")
+        model = self._check_place("backward")
         self._check_loss(loss)
         self._gradients.check_backward()
-        model = self._converted_model("backward")
         if self._gradients.is_pending:
             self._gradients.widen(model.parameters())
         gradient = None
@@ -303,7 +297,7 @@ class Policy:
         """
         limits = [limit for limit in (norm, value) if limit is not None]
         if len(limits) != 1 or not limits[0] > 0:
-            raise errors.PolicyError(
+            raise PolicyError(
                 f"Clipping by norm={norm} and value={value} cannot work. Allowed: one of them, "
                 "above 0."
             )
@@ -402,50 +396,49 @@ class Policy:
 
     def _check_no_gradients(self, method: str) -> None:
         if self._gradients.is_pending:
-            raise errors.PolicyError(
+            raise PolicyError(
                 f"policy.{method} between policy.backward and policy.step would lose the "
                 "gradients or their scale. Call it after policy.step."
             )
 
     def _converted_model(self, method: str) -> nn.Module:
         if self._model is None:
-            raise errors.PolicyError(
+            raise PolicyError(
                 f"policy.{method} before policy.convert. Write model = policy.convert(model) "
                 "before the optimizers are made."
             )
         return self._model
 
-    def _check_place(self, method: str) -> None:
-        """Refuse a call outside the session, or within forward()."""
-        self._converted_model(method)
+    def _check_place(self, method: str) -> nn.Module:
+        """Refuse a call outside the session, or within forward(); return the model."""
+        model = self._converted_model(method)
         if self._place == "outside":
-            raise errors.PolicyError(
+            raise PolicyError(
                 f"policy.{method} outside of policy.session(). Write `with policy.session():` "
                 "around the loop: it sets what the precision needs in this process."
             )
         if self._place == "forward":
-            raise errors.PolicyError(
+            raise PolicyError(
                 f"policy.{method} within policy.forward(). Call it after that `with` block."
             )
+        return model
 
     def _check_loss(self, loss: Any) -> None:
         """Refuse a loss that was computed elsewhere, or in another way, than the policy's."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise errors.PolicyError(
-                f"policy.backward takes a loss of one number, not {_kind_of(loss)}."
-            )
+            raise PolicyError(f"policy.backward takes a loss of one number, not {_kind_of(loss)}.")
         if loss.device != self.device:
-            raise errors.PolicyError(
+            raise PolicyError(
                 f"The loss is on {loss.device}, and this policy computes on {self.device}. Leave "
                 "the model where policy.convert put it, and move the inputs there."
             )
         if not self._has_forward:
-            raise errors.PolicyError(
+            raise PolicyError(
                 "policy.backward without policy.forward() since the last step. Call the model in "
                 "`with policy.forward():`, which computes it in this precision."
             )
         if loss.dtype.itemsize < 4 and not self.precision.autocast_loss:
-            raise errors.PolicyError(
+            raise PolicyError(
                 f"The loss is {tensor_facts.dtype_name(loss.dtype)}, too coarse or too narrow "
                 "for a mean. "
                 "Write policy.loss(function, output, target), which computes it in float32, or "
@@ -455,15 +448,15 @@ class Policy:
     def _check_step(self, method: str, optimizers: tuple[Optimizer, ...]) -> None:
         self._check_place(method)
         if not optimizers:
-            raise errors.PolicyError(f"policy.{method}() needs the optimizers of this step.")
+            raise PolicyError(f"policy.{method}() needs the optimizers of this step.")
         self.check(*(optimizer for optimizer in optimizers if optimizer not in self._checked))
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-            raise errors.PolicyError(
+            raise PolicyError(
                 "LBFGS evaluates the loss itself, several times in a step, which policy.step does "
                 "not offer. Take another optimizer, or python -m runner optimizer=lbfgs."
             )
         if not self._gradients.is_pending:
-            raise errors.PolicyError(
+            raise PolicyError(
                 "No gradients: policy.backward(loss) was not called since the last policy.step."
             )
 
@@ -501,25 +494,25 @@ def _resolve_device(device: str | torch.device) -> torch.device:
 def _check_optimizer(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
     """Raise PolicyError unless an optimizer holds whole parameters of a model, on its device."""
     if not isinstance(optimizer, Optimizer):
-        raise errors.PolicyError(f"A torch.optim.Optimizer is needed, not {_kind_of(optimizer)}.")
+        raise PolicyError(f"A torch.optim.Optimizer is needed, not {_kind_of(optimizer)}.")
     kind = type(optimizer).__name__
     own = {*model.parameters()}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p not in own:
-                raise errors.PolicyError(
+                raise PolicyError(
                     f"{kind} holds a parameter {list(p.shape)} that the converted model does not "
                     "have. Make the optimizer after model = policy.convert(model), from "
                     "model.parameters(), and convert all models that it trains."
                 )
             if p.device != device:
-                raise errors.PolicyError(
+                raise PolicyError(
                     f"{kind} holds a parameter on {p.device}, and this policy computes on "
                     f"{device}. Leave the model where policy.convert put it, or make the policy "
                     f'with device="{p.device}".'
                 )
             if type(p).__name__ == "DTensor":
-                raise errors.PolicyError(
+                raise PolicyError(
                     f"{kind} holds sharded parameters, over which a policy cannot agree on "
                     "overflows and norms. Train with python -m runner strategy=fsdp."
                 )
@@ -548,13 +541,13 @@ def _prove_layers_called(
     wrong = [stack for stack, found in watch.experts().items() if layouts[stack] is not found]
     if wrong:
         layout, other = ("in, out", "") if layouts[wrong[0]] else ("out, in", ":in_out")
-        raise errors.PolicyError(
+        raise PolicyError(
             f"experts says that {wrong[0]} is [experts, {layout}], and the model multiplies its "
             f"other dimension. Make the policy with experts=['{wrong[0]}{other}']."
         )
     if watch.bypassed:
         names = sorted(watch.bypassed)
-        raise errors.PolicyError(
+        raise PolicyError(
             f"The model reads the weight of {fmt.first_names(names)} and does not call the layer, "
             f"which computes in precision={name}. Leave such layers as they are: make the policy "
             f"with ignore_modules={names}."

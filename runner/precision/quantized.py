@@ -45,6 +45,9 @@ class WeightFormatPrecision(ConvertingPrecision):
     float32_matmul: str = "highest"
     weight_format: WeightFormat = field(init=False)
     prefix: ClassVar[str] = ""
+    # After the FP8 precisions and bitsandbytes', 8 bits before 4.
+    sort_key = (-0.5, 1)  # type: ignore[assignment]
+    wider_precision = "32-true"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         built_in = {each: f"{self.prefix}{each}" for each in FORMAT_NAMES}
@@ -64,6 +67,8 @@ class WeightFormatPrecision(ConvertingPrecision):
             operand_roundoffs=(bits, tensor_facts.unit_roundoff(compute)),
             emulated=self.format == "nvfp4",
         )
+        if self.format == "int8":
+            self._derive(sort_key=(-1, 3))
 
     def require(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -91,15 +96,6 @@ class WeightFormatPrecision(ConvertingPrecision):
     def rounded_operands(self) -> str:
         """Return what of a layer's product is in the format, as a phrase."""
         return "weights" if self.format == "int4" else "weights and inputs"
-
-    @property
-    def sort_key(self) -> tuple[float, ...]:
-        # After the FP8 precisions and bitsandbytes', 8 bits before 4.
-        return (-1, 3) if self.format == "int8" else (-0.5, 1)
-
-    @property
-    def wider_precision(self) -> str:
-        return "32-true"
 
 
 @final

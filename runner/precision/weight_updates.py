@@ -16,10 +16,9 @@ al., Revisiting BFloat16 Training, arXiv:2010.06192 (Kahan summation, stochastic
 remainders are those of NVIDIA's fused Adam in TransformerEngine.
 """
 
-from abc import ABC
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, NamedTuple, final, get_args
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ class SteppedWeights(NamedTuple):
     generator: torch.Generator | None
 
 
-class WeightStore(ABC):
+class WeightStore:
     """How weights of 16 bits become float32 for a step, and are stored after it.
 
     All methods take lists of equal length, an item for each parameter; of a sharded parameter they
@@ -64,10 +63,10 @@ class WeightStore(ABC):
         reads_weights: forwards write the stored weights, which count then, and not what is kept.
     """
 
-    name: ClassVar[str]
-    state_key: ClassVar[str] = ""
-    keeps_wide_state: ClassVar[bool] = False
-    reads_weights: bool = False
+    name: str
+    state_key = ""
+    keeps_wide_state = False
+    reads_weights = False
 
     def new_state(self, weight: Tensor) -> Tensor | None:
         """Return what is kept beside a weight before its first step; None for nothing."""
@@ -263,16 +262,10 @@ class WideForward(TorchDispatchMode):
         # Not that of the optimizer's step.
         self._generators = seeded_generators(tensors, ~(seed * 1_000_003 + step))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        written = (
-            {tensor_facts.memory_of(target) for target in targets}
-            if func._schema.is_mutable
-            else set()
-        )
+        written = {tensor_facts.memory_of(t) for t in targets if func._schema.is_mutable}
         for store in self._stores if written & self._trained else ():
             store.reads_weights = True
         # What is copied was computed in 16 bits before.
@@ -282,13 +275,10 @@ class WideForward(TorchDispatchMode):
             return func(*args, **kwargs)
 
         def widen(value: Any) -> Any:
-            if tensor_facts.memory_of(value) in stepped:
-                (wide,), (base,) = (
-                    stepped[tensor_facts.memory_of(value)].wide,
-                    stepped[tensor_facts.memory_of(value)].weights,
-                )
-                offset = value.storage_offset() - base.storage_offset()
-                return wide.as_strided(value.size(), value.stride(), offset)
+            one = stepped.get(tensor_facts.memory_of(value))
+            if one is not None:
+                offset = value.storage_offset() - one.weights[0].storage_offset()
+                return one.wide[0].as_strided(value.size(), value.stride(), offset)
             is_plain = type(value) in (Tensor, nn.Parameter)  # no shard
             return value.float() if is_plain and tensor_facts.is_narrow(value) else value
 

@@ -30,7 +30,7 @@ from runner.precision.conversion import change_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.quantized_linear import PackedLinear, PackedWeightOwner
-from runner.precision.layers.weight_formats import PackedTensors
+from runner.precision.layers.weight_formats import PackedTensors, Packing
 
 with suppress_warnings():
     import bitsandbytes as bnb
@@ -59,16 +59,25 @@ def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * (127 / divisor)[:, None]).round().to(torch.int8), largest
 
 
-def unpack_int8(codes: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+def unpack_int8(codes: Tensor, largest: Tensor) -> Tensor:
     """Return the weight that codes (int8 [out, in]) and rows' largest magnitudes ([out]) stand for,
-    in a float dtype."""
-    return (codes.float() * (largest.float()[:, None] / 127)).to(dtype)
+    in float32."""
+    return codes.float() * (largest.float()[:, None] / 127)
+
+
+class Int8Rows(Packing):
+    """int8 codes, and the largest magnitude of each row in `SCB`, as bitsandbytes calls it."""
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        codes, largest = pack_int8(weight)
+        return {"weight": codes, "SCB": largest}
+
+    def unpack(self, packed: PackedTensors) -> Tensor:
+        return unpack_int8(packed["weight"], packed["SCB"])
 
 
 class Linear8bit(PackedLinear):
     """A linear layer with a frozen int8 weight: float [..., in] to the same dtype [..., out].
-
-    The largest magnitude of each row is in `SCB`, as bitsandbytes calls it.
 
     Attributes:
         compute_dtype: the dtype that inputs have before they are quantised.
@@ -78,21 +87,11 @@ class Linear8bit(PackedLinear):
     SCB: Tensor
     compute_dtype: torch.dtype
     threshold: float
-
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        codes, largest = pack_int8(weight)
-        return {"weight": codes, "SCB": largest}
-
-    def unpack(self, packed: PackedTensors) -> Tensor:
-        return unpack_int8(packed["weight"], packed["SCB"], torch.float32)
+    format = Int8Rows()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype [..., out]."""
-        state = bnb.MatmulLtState()
-        state.CB = self.codes.data  # type: ignore[assignment]
-        state.SCB = self.SCB  # type: ignore[assignment]
-        state.is_training = self.training
-        return _product_int8(self, input, state)
+        return _product_int8(self, input, self.codes.data, self.SCB)
 
 
 class Linear8bitTrained(nn.Linear):
@@ -107,18 +106,15 @@ class Linear8bitTrained(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype [..., out]."""
-        state = bnb.MatmulLtState()
         weight = weight_matrix(self)
-        state.CB, state.SCB = pack_int8(weight)  # type: ignore[assignment]
-        # A reentrant checkpoint's first forward has no gradients; it must multiply as its second.
-        state.is_training = self.training or torch.is_grad_enabled()
-        return forbid_second_derivative(_product_int8(self, input, state, weight))
+        return forbid_second_derivative(_product_int8(self, input, *pack_int8(weight), weight))
 
 
 def _product_int8(
     module: Linear8bit | Linear8bitTrained,
     x: Tensor,
-    state: bnb.MatmulLtState,
+    codes: Tensor,
+    scales: Tensor,
     trained: Tensor | None = None,
 ) -> Tensor:
     """Return a layer's output: the library's product, plus bias, in x's dtype.
@@ -126,9 +122,15 @@ def _product_int8(
     Args:
         module: the layer.
         x: float [..., in].
-        state: of the library, with the int8 weight and its scales.
+        codes: the weight, int8 [out, in].
+        scales: the largest magnitude of each row of it, float32 [out].
         trained: the plain weight [out, in] that gets a gradient.
     """
+    state: Any = bnb.MatmulLtState()
+    state.CB = codes
+    state.SCB = scales
+    # A reentrant checkpoint's first forward has no gradients; it must multiply as its second.
+    state.is_training = module.training or (trained is not None and torch.is_grad_enabled())
     state.threshold = module.threshold
     state.has_fp16_weights = False
     # On CPUs without AVX-512 the library multiplies codes as float32 matrices, whose exact sums
@@ -138,13 +140,13 @@ def _product_int8(
         rows = x.reshape(-1, x.shape[-1]).to(module.compute_dtype)
         if x.device.type == "cpu" and state.is_training:
             # There the library multiplies unpacked weights and quantises nothing.
-            output = bnb.matmul(rows, state.CB, state=state)  # type: ignore[arg-type]
+            output = bnb.matmul(rows, codes, state=state)
         else:
             # The library quantises by way of float16, whose range is narrow. So rows are multiplied
             # by a power of two before and the product is divided by it, which changes nothing else,
             # because each row has a scale of its own. A threshold is in the units of the rows.
             factor = _normalizing_factor(rows) if state.threshold == 0 else 1.0
-            output = bnb.matmul(rows * factor, state.CB, state=state) / factor  # type: ignore[arg-type, operator]
+            output = bnb.matmul(rows * factor, codes, state=state) / factor  # type: ignore[operator]
         if trained is not None:
             output = _TrainWeight.apply(output, rows.detach(), trained)
         if module.bias is not None:
@@ -433,7 +435,7 @@ def pop_unpacked(state_dict: dict[str, Tensor], key: str) -> Tensor:
         scales = f"{key.removesuffix('weight')}SCB"
         if scales not in state_dict:
             raise ValueError(f"{key}: it is int8, and {scales} is missing")
-        return unpack_int8(packed, state_dict.pop(scales), torch.float32)
+        return unpack_int8(packed, state_dict.pop(scales))
     parts = _pop_parts(state_dict, key)
     try:
         packed_mode(packed, parts)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from runner.core import ConfigError, module_tree, tensor_facts
+from runner.core import ConfigError, fmt, module_tree, tensor_facts
 from runner.precision.layers.expert_weight import ExpertWeight, Groups
 
 # Of the child that holds the layers of a stack: of [experts, out, in], and of a transposed one. No
@@ -448,13 +448,10 @@ def stack_packed_experts(state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: those of an expert are missing.
     """
-    found: dict[tuple[str, str, str], int] = {}
-    for match in map(_PACKED_KEY.fullmatch, state_dict):
-        if match is not None:
-            key = match[1], match[2], match[4] or ""
-            found[key] = found.get(key, 0) + 1
-    for (stack, suffix, base), count in found.items():
-        names = [f"{stack}{suffix}.{expert}.{base}weight" for expert in range(count)]
+    matches = [match for match in map(_PACKED_KEY.fullmatch, state_dict) if match]
+    groups = fmt.grouped((match.group(1, 2, 4), match) for match in matches)
+    for (stack, suffix, base), group in groups.items():
+        names = [f"{stack}{suffix}.{expert}.{base or ''}weight" for expert in range(len(group))]
         missing = set(names) - state_dict.keys()
         if missing:
             raise ValueError(f"the packed experts of {stack} lack {', '.join(sorted(missing))}")

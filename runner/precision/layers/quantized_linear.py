@@ -17,25 +17,40 @@ from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.experts import stack_packed_experts
-from runner.precision.layers.weight_formats import PackedTensors, WeightFormat, format_of_packed
+from runner.precision.layers.weight_formats import (
+    PackedTensors,
+    Packing,
+    WeightFormat,
+    format_of_packed,
+)
 
 
-class FakeQuantizedLinear(nn.Linear):
-    """A linear layer that rounds its plain weight to a format in every forward.
+class AutocastLinear(nn.Linear):
+    """Base of linear layers that multiply rows in the dtype that autocast gives them."""
 
-    float [..., in] to the same dtype, or autocast's, [..., out]. Its parameters stay the same
-    objects; gradients pass the rounding straight through.
-    """
-
-    format: WeightFormat
+    @abstractmethod
+    def _product(self, rows: Tensor) -> Tensor:
+        """Return the product with the weight: float [..., in] to the same dtype [..., out]."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
         rows = autocast_input(input)
         with torch.autocast(input.device.type, enabled=False):
-            weight = self.format.round_weight(weight_matrix(self).float())
-            output = F.linear(self.format.round_input(rows), weight.to(rows.dtype))
+            output = self._product(rows)
             return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class FakeQuantizedLinear(AutocastLinear):
+    """A linear layer that rounds its plain weight to a format in every forward.
+
+    Its parameters stay the same objects; gradients pass the rounding straight through.
+    """
+
+    format: WeightFormat
+
+    def _product(self, rows: Tensor) -> Tensor:
+        weight = self.format.round_weight(weight_matrix(self).float())
+        return F.linear(self.format.round_input(rows), weight.to(rows.dtype))
 
 
 class PackedWeight(Tensor):
@@ -97,15 +112,8 @@ class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]
     The bias keeps its dtype and trains if it did before the conversion.
     """
 
+    format: Packing
     scale_names: tuple[str, ...]
-
-    @abstractmethod
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return a weight, float32 [out, in], as codes under `weight` and scales by their names."""
-
-    @abstractmethod
-    def unpack(self, packed: PackedTensors) -> Tensor:
-        """Return the weight that codes and scales stand for: float32 [out, in]."""
 
     @classmethod
     def convert_in_place(cls, module: Any, **attributes: Any) -> None:
@@ -117,7 +125,7 @@ class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]
         """
         matrix = weight_matrix(module).detach().float().contiguous()
         change_class(module, cls, **attributes)
-        packed = module.pack(matrix)
+        packed = module.format.pack(matrix)
         module.weight = nn.Parameter(packed.pop("weight"), requires_grad=False)
         for name, scale in packed.items():
             module.register_buffer(name, scale)
@@ -130,7 +138,7 @@ class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]
 
     def unpacked_weight(self) -> Tensor:
         """Return the weight that the codes stand for: float32 [out, in], a Conv1D's [in, out]."""
-        weight = self.unpack(self.packed())
+        weight = self.format.unpack(self.packed())
         return weight.t() if is_transposed(self) else weight
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # type: ignore[override]
@@ -141,28 +149,18 @@ class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]
             state_dict[f"{prefix}weight"] = matrix
             # nn.Module below reports a weight of another shape.
             if matrix.shape == (self.out_features, self.in_features):
-                packed = self.pack(matrix.to(self.codes.device).float().contiguous())
+                packed = self.format.pack(matrix.to(self.codes.device).float().contiguous())
                 state_dict.update({f"{prefix}{name}": part for name, part in packed.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class QuantizedLinear(PackedLinear):
-    """A linear layer with a weight in a number format: float [..., in] to the same [..., out]."""
+class QuantizedLinear(PackedLinear, AutocastLinear):  # type: ignore[misc]
+    """A linear layer with a weight in a number format."""
 
     format: WeightFormat
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        return self.format.pack(weight)
-
-    def unpack(self, packed: PackedTensors) -> Tensor:
-        return self.format.unpack(packed)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the outputs: float [..., in] to the same dtype, or autocast's, [..., out]."""
-        rows = autocast_input(input)
-        with torch.autocast(input.device.type, enabled=False):
-            output: Any = _PackedProduct.apply(rows, self.format, self.packed())
-            return output if self.bias is None else output + self.bias.to(output.dtype)
+    def _product(self, rows: Tensor) -> Tensor:
+        return _PackedProduct.apply(rows, self.format, self.packed())  # type: ignore[return-value]
 
 
 class _PackedProduct(torch.autograd.Function):

@@ -31,7 +31,19 @@ PackedTensors = Mapping[str, Tensor]
 """A packed weight: its codes under `weight`, its scales under further names."""
 
 
-class WeightFormat(ABC):
+class Packing(ABC):
+    """A way to store the weight of a linear layer as codes and scales."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return a weight, float32 [out, in], as codes under `weight` and scales by their names."""
+
+    @abstractmethod
+    def unpack(self, packed: PackedTensors) -> Tensor:
+        """Return the weight that codes and scales stand for: float32 [out, in]."""
+
+
+class WeightFormat(Packing):
     """A number format of a linear layer's weight, and of its inputs where they are rounded, too.
 
     Attributes:
@@ -51,14 +63,6 @@ class WeightFormat(ABC):
 
     def load_library(self) -> None:
         """Import the library that rounds; called when a layer is converted, before any forward."""
-
-    @abstractmethod
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return a weight, float32 [out, in], as codes and scales."""
-
-    @abstractmethod
-    def unpack(self, packed: PackedTensors) -> Tensor:
-        """Return the weight that codes and scales stand for: float32 [out, in]."""
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Return unpack(pack(weight)) bit by bit, with a gradient: float32 [out, in] to the same.
