@@ -119,7 +119,8 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
     if isinstance(nest, Tensor):
         return cast_tensor(nest, dtype)
     cast = partial(cast_nest, dtype=dtype)
-    if _has_own_apply(nest):
+    # An object that calls a function on its tensors, as a Batch of torch_geometric.
+    if hasattr(nest, "apply") and hasattr(nest, "to") and not isinstance(nest, nn.Module):
         return copy(nest).apply(cast)
     if isinstance(nest, Mapping | list | tuple):
         return _container(nest, {key: cast(value) for key, value in fields_of(nest).items()})
@@ -129,11 +130,6 @@ def cast_nest(nest: Any, dtype: torch.dtype) -> Any:
             nest, **{f.name: cast(getattr(nest, f.name)) for f in fields(nest) if f.init}
         )
     return nest
-
-
-def _has_own_apply(value: Any) -> bool:
-    """Return whether an object calls a function on its tensors, as a Batch of torch_geometric."""
-    return hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, nn.Module)
 
 
 def cast_fields(nest: Any, dtype: torch.dtype, wide: Mapping[str | int, torch.dtype]) -> Any:

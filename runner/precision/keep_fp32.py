@@ -55,7 +55,7 @@ class KeptInFloat32:
             torch.set_default_dtype(previous)
         # Under autocast the surroundings are float32 storage and the next operation casts by
         # itself; in a true precision the next layer's weights want their own dtype, and outputs
-        # that no such layer takes stay as they are, see runner.precision.wide_values.
+        # that no such layer takes stay as they are, see conversion_proof.WideTrial.
         return cast_fields(outputs, self._surroundings, self._wide_outputs)
 
 
@@ -183,9 +183,13 @@ def find_kept_tensors(
     lines: list[str] = []
     for path, part in module_tree.frozen_parts(model).items():
         # float32 is what torch makes unless it is asked for another dtype.
-        dtypes = {n: t.dtype for n, t in _named_tensors(part).items() if t.is_floating_point()}
-        own = {n: d for n, d in dtypes.items() if d not in (torch.float32, storage)}
-        kept |= {f"{path}.{name}": dtype for name, dtype in own.items()}
+        plain = (torch.float32, storage)
+        own = {
+            f"{path}.{name}": tensor.dtype
+            for name, tensor in _named_tensors(part).items()
+            if tensor.is_floating_point() and tensor.dtype not in plain
+        }
+        kept |= own
         for dtype in {*own.values()}:
             lines.append(f"stays in {tensor_facts.dtype_name(dtype)}, frozen by the model: {path}")
     if storage is not torch.float64 and tensor_facts.widest_float(device) is torch.float64:

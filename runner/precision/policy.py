@@ -440,9 +440,8 @@ class Policy:
         if loss.dtype.itemsize < 4 and not self.precision.autocast_loss:
             raise PolicyError(
                 f"The loss is {tensor_facts.dtype_name(loss.dtype)}, too coarse or too narrow "
-                "for a mean. "
-                "Write policy.loss(function, output, target), which computes it in float32, or "
-                "make the policy with autocast_loss=True."
+                "for a mean. Write policy.loss(function, output, target), which computes it in "
+                "float32, or make the policy with autocast_loss=True."
             )
 
     def _check_step(self, method: str, optimizers: tuple[Optimizer, ...]) -> None:

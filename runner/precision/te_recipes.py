@@ -208,10 +208,9 @@ def accumulate_problems(accumulate: object, recipe: object, emulate: object) -> 
         emulate: precision.emulate; the hardware sums as it does, whatever is asked for.
     """
     key = f"precision.accumulate={accumulate}"
-    if accumulate == "float32":
-        return []
-    if accumulate != "hopper":
-        return options.choice_problems("accumulate", accumulate, get_args(Accumulation))
+    problems = options.choice_problems("accumulate", accumulate, get_args(Accumulation))
+    if problems or accumulate == "float32":
+        return problems
     if emulate is not True:
         return [
             f"{key} is for emulated products: hardware sums in its own way. Allowed without "

@@ -320,12 +320,10 @@ def check_update(name: str, rule: str, storage: torch.dtype) -> None:
     if storage.itemsize != 2:
         raise ConfigError(
             f"{key}: precision={name} stores weights in {tensor_facts.dtype_name(storage)}, "
-            "whose updates need "
-            "no cure. Leave it out, or type precision=bf16-true."
+            "whose updates need no cure. Leave it out, or type precision=bf16-true."
         )
     if rule == Remainders.name and storage is not torch.bfloat16:
         raise ConfigError(
             f"{key}: precision={name} stores weights in {tensor_facts.dtype_name(storage)}, "
-            "which is not the "
-            "upper half of float32. Type precision.update=master_weights."
+            "which is not the upper half of float32. Type precision.update=master_weights."
         )

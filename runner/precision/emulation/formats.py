@@ -6,7 +6,6 @@ Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats Specification 1.0 (E2M1
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -43,23 +42,21 @@ class Format:
         return 2.0**self.exponent
 
 
-FLOAT16: Final = Format("float16", torch.float16, 10, -14, 65504.0, 65520.0)
-BFLOAT16: Final = Format(
+FLOAT16 = Format("float16", torch.float16, 10, -14, 65504.0, 65520.0)
+BFLOAT16 = Format(
     "bfloat16", torch.bfloat16, 7, -126, 2.0**127 * (2 - 2.0**-7), 2.0**127 * (2 - 2.0**-8)
 )
-E4M3: Final = Format(
-    "float8_e4m3fn", torch.float8_e4m3fn, 3, -6, 448.0, 464.0 + 2.0**-15, saturates=True
-)
-E5M2: Final = Format("float8_e5m2", torch.float8_e5m2, 2, -14, 57344.0, 61440.0)
-E2M1: Final = Format("float4_e2m1fn", torch.float4_e2m1fn_x2, 1, 0, 6.0, 7.0, saturates=True)
-FP8_ROUNDOFFS: Final = (2.0 ** -(E4M3.mantissa + 1), 2.0 ** -(E5M2.mantissa + 1))
+E4M3 = Format("float8_e4m3fn", torch.float8_e4m3fn, 3, -6, 448.0, 464.0 + 2.0**-15, saturates=True)
+E5M2 = Format("float8_e5m2", torch.float8_e5m2, 2, -14, 57344.0, 61440.0)
+E2M1 = Format("float4_e2m1fn", torch.float4_e2m1fn_x2, 1, 0, 6.0, 7.0, saturates=True)
+FP8_ROUNDOFFS = (2.0 ** -(E4M3.mantissa + 1), 2.0 ** -(E5M2.mantissa + 1))
 """Unit roundoffs of the operands of FP8 layers: of weights and activations, and of gradients."""
-FOUR_BITS_ROUNDOFF: Final = 2.0**-2
+FOUR_BITS_ROUNDOFF = 2.0**-2
 """Unit roundoff that stands for formats of 4 bits with a scale for each block, whose error of
 normal weights is near 0.1 in norm (Dettmers et al., arXiv:2305.14314)."""
-EIGHT_BITS_ROUNDOFF: Final = 2.0**-6
+EIGHT_BITS_ROUNDOFF = 2.0**-6
 """Unit roundoff that stands for integers of 8 bits with a scale for each row."""
-FORMATS: Final = {f.name: f for f in (FLOAT16, BFLOAT16, E4M3, E5M2)}
+FORMATS = {f.name: f for f in (FLOAT16, BFLOAT16, E4M3, E5M2)}
 
 
 def round_to_format(x: Tensor, fmt: Format) -> Tensor:

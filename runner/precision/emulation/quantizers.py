@@ -10,7 +10,6 @@ transformer_engine/pytorch/custom_recipes and common/recipe) and of arXiv:2509.2
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,9 +24,9 @@ range."""
 Quantizer = Callable[[Tensor], Tensor]
 """Returns the values, float32, that a product sees of an operand [rows, contracted], float32."""
 
-_FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 # The library multiplies by it, which rounds otherwise than a division by E2M1's largest value.
-_ONE_SIXTH: Final = torch.tensor(6.0).reciprocal().item()
+_ONE_SIXTH = torch.tensor(6.0).reciprocal().item()
 
 
 def amax_scale(amax: Tensor, fmt: Format) -> Tensor:

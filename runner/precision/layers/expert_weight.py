@@ -284,38 +284,38 @@ def _keep(weight: Any, *target: Any, **keywords: Any) -> Any:
     return NotImplemented if "device" in keywords else weight
 
 
-def _rules() -> dict[Any, Callable[..., Any]]:
-    rules: dict[Any, Callable[..., Any]] = {F.linear: _linear, torch.einsum: _einsum}
-    of_tensors = {
-        _matmul: "__matmul__ matmul mm bmm mv",
-        _addmm: "addmm baddbmm",
-        _transpose: "transpose swapaxes swapdims",
-        _permute: "permute",
-        _flip: "t",
-        _getitem: "__getitem__",
-        _unbind: "unbind",
-        _keep: "to float bfloat16 half double type_as contiguous",
-    }
-    for rule, names in of_tensors.items():
-        for name in names.split():
-            rules[getattr(Tensor, name)] = rule
-            # Most are functions of torch, too.
-            rules[getattr(torch, name, None)] = rule
-    for function in (torch._grouped_mm, getattr(F, "grouped_mm", None)):
-        rules[function] = _grouped_mm
-    rules[Tensor.T.__get__] = _flip  # type: ignore[attr-defined]
-    rules[Tensor.mT.__get__] = ExpertWeight.transposed_view  # type: ignore[attr-defined]
-    rules[Tensor.__rmatmul__] = lambda weight, other: _matmul(other, weight)
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.einsum: _einsum,
+    torch._grouped_mm: _grouped_mm,
+    getattr(F, "grouped_mm", None): _grouped_mm,
+    Tensor.T.__get__: _flip,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: ExpertWeight.transposed_view,  # type: ignore[attr-defined]
+    Tensor.__rmatmul__: lambda weight, other: _matmul(other, weight),
     # It shares the memory of the stacked weight.
-    rules[Tensor._is_view] = lambda weight: True
-    rules[Tensor.__iter__] = lambda weight: iter(_unbind(weight))
-    return rules
-
-
-_RULES = _rules()
+    Tensor._is_view: lambda weight: True,
+    Tensor.__iter__: lambda weight: iter(_unbind(weight)),
+}
+_METHODS = {
+    _matmul: "__matmul__ matmul mm bmm mv",
+    _addmm: "addmm baddbmm",
+    _transpose: "transpose swapaxes swapdims",
+    _permute: "permute",
+    _flip: "t",
+    _getitem: "__getitem__",
+    _unbind: "unbind",
+    _keep: "to float bfloat16 half double type_as contiguous",
+}
+for _rule, _names in _METHODS.items():
+    for _name in _names.split():
+        _RULES[getattr(Tensor, _name)] = _rule
+        # Most are functions of torch, too.
+        _RULES[getattr(torch, _name, None)] = _rule
 _NAMES = "shape dtype device ndim requires_grad is_leaf is_cuda is_sparse layout is_meta grad_fn"
 _NAMES += " is_nested itemsize is_cpu"
-_QUESTIONS = {getattr(Tensor, name).__get__ for name in _NAMES.split()}
-_QUESTIONS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
-_QUESTIONS |= {Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point}
-_QUESTIONS |= {Tensor.is_contiguous, Tensor.stride, Tensor._is_view}
+_QUESTIONS = {
+    *(getattr(Tensor, name).__get__ for name in _NAMES.split()),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
+    *(Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point),
+    *(Tensor.is_contiguous, Tensor.stride),
+}
