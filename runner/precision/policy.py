@@ -112,7 +112,8 @@ class Policy:
         self._checked: WeakSet[Optimizer] = WeakSet()
         self._place: Literal["outside", "session", "forward"] = "outside"
         self._has_forward = False
-        self._is_proven = False
+        # Converted layers, until it is proven that the model calls them.
+        self._unproven: dict[str, nn.Module] = {}
 
     def __str__(self) -> str:
         """Return what is stored and computed in which format, and what was converted."""
@@ -126,11 +127,9 @@ class Policy:
         if chosen.emulated:
             text += ", emulated"
         # In a session: the model's layers decide.
-        kernels = ""
         if self._model is not None and self._place != "outside":
             kernels = chosen.kernels(self._model, self.device)
-        if kernels:
-            text += f", kernels {kernels}"
+            text += f", kernels {kernels}" if kernels else ""
         return "\n".join([text, *self.report.lines()])
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -165,6 +164,7 @@ class Policy:
             )
         converted, self.report = self.precision.convert(model, self.device)
         self._model = converted.to(self.device)
+        self._unproven = converted_layers(self._model, self.report)
         return self._model
 
     def check(self, *optimizers: Optimizer, state_dtype: torch.dtype | None = None) -> None:
@@ -217,18 +217,15 @@ class Policy:
     def forward(self) -> Iterator[None]:
         """Return the context around a forward of the model, in training and in evaluation."""
         model = self._check_place("forward")
-        # Once it is proven that the converted layers are called.
         proof: AbstractContextManager[Any] = nullcontext()
-        if not self._is_proven:
-            layers = converted_layers(model, self.report)
-            if layers:
-                proof = _prove_layers_called(self.precision.name, model, layers)
+        if self._unproven:
+            proof = _prove_layers_called(self.precision.name, model, self._unproven)
         self._place = "forward"
         self._has_forward = True
         try:
             with proof, self.precision.forward(self.device):
                 yield
-            self._is_proven = True
+            self._unproven = {}
         finally:
             self._place = "session"
 

@@ -122,7 +122,8 @@ class TransformerEnginePrecision(ConvertingPrecision):
 
     @contextmanager
     def session(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        amaxes = _separate_amaxes(model) if self._on_hardware(device) else nullcontext()
+        on_hardware = device.type == "cuda" and not self.emulated
+        amaxes = _separate_amaxes(model) if on_hardware else nullcontext()
         with super().session(model, device), amaxes:
             yield
 
@@ -146,7 +147,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         self, device: torch.device, plan: ConversionPlan = NO_PLAN
     ) -> AbstractContextManager[Any]:
         # Elsewhere the library's products cannot run.
-        if not (self.emulated or self._on_hardware(device)):
+        if device.type != "cuda" and not self.emulated:
             return self._default_dtype(plan)
         dtype = torch.float32 if plan.makes_float32 else self.storage
         if dtype not in self._contexts:
@@ -247,9 +248,6 @@ class TransformerEnginePrecision(ConvertingPrecision):
         """Return the layers with scales of past steps, by dotted name; under delayed scaling alone
         a forward changes state."""
         return _fp8_layers(model) if self._is_delayed else {}
-
-    def _on_hardware(self, device: torch.device) -> bool:
-        return device.type == "cuda" and not self.emulated
 
     @property
     def _library(self) -> Any:

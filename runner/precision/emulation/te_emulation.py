@@ -140,19 +140,15 @@ def grad_format(keys: Mapping[str, Any]) -> Format:
 def _block_operands(
     line: BlockQuantizer, keys: Mapping[str, Any], dimensions: Sequence[int]
 ) -> Operands:
-    """Return quantizers of input, weight and gradient in blocks of one dimension or of two."""
-    lines = (line, line, replace(line, fmt=grad_format(keys)))
-    of_input, of_weight, of_grad = map(_block_operand, lines, dimensions)
-    return Operands(of_input, of_weight, of_grad)
-
-
-def _block_operand(line: BlockQuantizer, dimensions: int) -> Operand:
-    """Return the quantizers of a tensor in lines along what is contracted, or in square blocks."""
-    assert line.shape is not None
-    edge = line.shape[1]
-    if dimensions == 2:
-        return Operand(replace(line, shape=(edge, edge)))
-    return Operand(line, line)
+    """Return quantizers of input, weight and gradient in lines along what is contracted, or in
+    square blocks where the dimensions are 2; the line quantizes to E4M3."""
+    edge = line.shape[1]  # type: ignore[index]
+    operands = []
+    for fmt, count in zip((E4M3, E4M3, grad_format(keys)), dimensions, strict=True):
+        along = replace(line, fmt=fmt)
+        square = replace(along, shape=(edge, edge))
+        operands.append(Operand(square) if count == 2 else Operand(along, along))
+    return Operands(*operands)
 
 
 def _nvfp4_operands(keys: Mapping[str, Any]) -> Operands:
@@ -277,7 +273,7 @@ class DelayedScalingState:
         self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(steps, tensors, dtype=torch.float32, device=device)
 
-    def quantize(self, x: Tensor, tensor: int, fmt: Format, keeps_scales: bool = False) -> Tensor:
+    def quantize(self, x: Tensor, tensor: int, fmt: Format, keeps_scales: bool) -> Tensor:
         """Return a tensor quantized with the scale of past steps, and record its amax.
 
         Args:

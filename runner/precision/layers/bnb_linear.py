@@ -366,11 +366,11 @@ class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):  # type: ignore[misc]
             ValueError: it has another shape or packing, or its scales are missing.
         """
         device = self.codes.device
-        shape = (self.out_features, self.in_features)
+        shape = [self.out_features, self.in_features]
         if weight.is_floating_point():
             weight = weight.t() if is_transposed(self) else weight
-            if weight.shape != shape:
-                raise ValueError(f"its shape is {list(weight.shape)}, not {list(shape)}")
+            if [*weight.shape] != shape:
+                raise ValueError(f"its shape is {[*weight.shape]}, not {shape}")
             return pack_4bit(weight.to(device), *self.packing)
         packing = packed_mode(weight, parts)
         if packing != self.packing:
@@ -380,9 +380,9 @@ class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):  # type: ignore[misc]
         # Copies: the state dict's tensors may be mapped from a file.
         parts = {k: v.clone() for k, v in parts.items()}
         packed = bnb.nn.Params4bit.from_prequantized(weight.clone(), parts, device=str(device))
-        packed_shape = list(packed.quant_state.shape or ())  # type: ignore[union-attr]
-        if packed_shape != list(shape):
-            raise ValueError(f"its shape is {packed_shape}, not {list(shape)}")
+        packed_shape = [*(packed.quant_state.shape or ())]  # type: ignore[union-attr]
+        if packed_shape != shape:
+            raise ValueError(f"its shape is {packed_shape}, not {shape}")
         return packed
 
 

@@ -204,7 +204,8 @@ def _grouped_mm(
 
 def _einsum(equation: Any, *operands: Any) -> Any:
     """Return a product by einsum of one tensor and all experts, as in "eci,eio->eco", or one."""
-    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+    is_text = isinstance(equation, str)
+    if not is_text or len(operands) != 2 or "->" not in equation or "." in equation:
         return NotImplemented
     inputs, result = equation.replace(" ", "").split("->")
     terms = inputs.split(",")
@@ -215,22 +216,20 @@ def _einsum(equation: Any, *operands: Any) -> Any:
         return NotImplemented
     of_rows, of_weight = terms
     expert, matrix = of_weight[:-2], of_weight[-2:]
-    if "." in equation:
+    summed = "".join({*matrix} - {*result})
+    kept = matrix.replace(summed, "")
+    others = [label for label in of_rows if label not in expert + summed]
+    if len(summed) != 1 or summed not in of_rows or expert not in result:
         return NotImplemented
-    summed = [label for label in matrix if label not in result]
-    kept = [label for label in matrix if label in result]
-    others = [label for label in of_rows if label not in (expert, *summed)]
-    if len(summed) != 1 or summed[0] not in of_rows or expert not in result:
+    if {*others, *expert, kept} != {*result} or kept in of_rows:
         return NotImplemented
-    if {*others, *expert, *kept} != {*result} or kept[0] in of_rows:
-        return NotImplemented
-    contracts_last = matrix[1] == summed[0]
+    contracts_last = matrix[1] == summed
     batch = [expert] if expert and expert in of_rows else []
     ordered = rows.permute([of_rows.index(label) for label in (*batch, *others, *summed)])
     flat = ordered.reshape(*ordered.shape[: len(batch)], -1, ordered.shape[-1])
     output = _multiply(flat, weight, contracts_last)
     sizes = ordered.shape[len(batch) : -1]
-    labels = (*expert, *others, *kept)
+    labels = (*expert, *others, kept)
     output = output.reshape(*weight.shape[:-2], *sizes, output.shape[-1])
     return output.permute([labels.index(label) for label in result])
 

@@ -197,18 +197,13 @@ class Experts(nn.Module):
     def _idle_additions(self) -> list[nn.Parameter]:
         """Return the trainable parameters of adapters on experts that no token has reached."""
         assert self.active_experts is not None
-        adapted = [stack for stack in self.transposed if not self.is_trial and self._adapts(stack)]
-        return [
-            parameter
-            for stack in adapted
-            for expert, layer in enumerate(self.layers_of(stack))
-            if (stack, expert) not in self.active_experts
-            for parameter in layer.parameters()
-            if parameter.requires_grad
-        ]
-
-    def _adapts(self, stack: str) -> bool:
-        return hasattr(self.layers_of(stack)[0], "base_layer")
+        idle = []
+        for stack in () if self.is_trial else self.transposed:
+            layers = self.layers_of(stack)
+            for expert, layer in enumerate(layers if hasattr(layers[0], "base_layer") else ()):
+                if (stack, expert) not in self.active_experts:
+                    idle += [p for p in layer.parameters() if p.requires_grad]
+        return idle
 
     def view_of(self, stack: str) -> Tensor:
         """Return what stands for a stacked weight where code reads it."""

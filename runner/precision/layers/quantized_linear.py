@@ -196,8 +196,7 @@ def packed_entries(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, dict[st
         # A state dict may hold values that are no tensors.
         is_packed = isinstance(weight, Tensor) and not weight.is_floating_point()
         if key.endswith("weight_scale") and is_packed:
-            entries = {name: state_dict.get(f"{prefix}{name}") for name in names}
-            yield prefix, {name: value for name, value in entries.items() if value is not None}
+            yield prefix, {n: state_dict[prefix + n] for n in names if prefix + n in state_dict}
 
 
 def unpack_state_dict(

@@ -69,7 +69,6 @@ class WeightFormat(Packing):
 
         The gradient passes straight through, also where a value is clipped.
         """
-        self.load_library()
         return _straight_through(weight, self._weight_rounding)
 
     def round_input(self, rows: Tensor) -> Tensor:
@@ -81,7 +80,6 @@ class WeightFormat(Packing):
         # The library fails on no rows at all.
         if not self.rounds_inputs or not rows.numel():
             return rows
-        self.load_library()
         return _straight_through(rows, self._input_rounding)
 
     def product(self, rows: Tensor, packed: PackedTensors) -> Tensor:
@@ -121,9 +119,7 @@ class Int4Format(WeightFormat):
         self.group = f"precision.group_size={group_size}"
 
     def load_library(self) -> None:
-        if self._weight_rounding is None:
-            torchao = _import_torchao()
-            self._weight_rounding = _fake_quantizer(_INT4, torchao.PerGroup(self.multiple))
+        self._weight_rounding = _fake_quantizer(_INT4, _import_torchao().PerGroup(self.multiple))
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         torchao = _import_torchao()
@@ -151,14 +147,11 @@ class Int8Format(WeightFormat):
     rounds_inputs = True
 
     def load_library(self) -> None:
-        if self._weight_rounding is None:
-            torchao = _import_torchao()
-            # Weights with a scale per output, inputs with one per row, asymmetric.
-            least = {"eps": _LEAST_SCALE}
-            self._weight_rounding = _fake_quantizer(torch.int8, torchao.PerAxis(0), **least)
-            self._input_rounding = _fake_quantizer(
-                torch.int8, "per_token", is_symmetric=False, **least
-            )
+        # Weights with a scale per output, inputs with one per row, asymmetric.
+        per_output = _import_torchao().PerAxis(0)
+        least = {"eps": _LEAST_SCALE}
+        self._weight_rounding = _fake_quantizer(torch.int8, per_output, **least)
+        self._input_rounding = _fake_quantizer(torch.int8, "per_token", is_symmetric=False, **least)
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         torchao = _import_torchao()

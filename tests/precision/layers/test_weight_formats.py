@@ -23,10 +23,16 @@ WEIGHTS = {
 }
 
 
+def loaded_format(name, group_size):
+    fmt = weight_format(name, group_size)
+    fmt.load_library()
+    return fmt
+
+
 @every_format
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_rounded_weights_are_what_packed_ones_stand_for(name, kind):
-    fmt, weight = weight_format(name, 32), WEIGHTS[kind]
+    fmt, weight = loaded_format(name, 32), WEIGHTS[kind]
     packed = fmt.pack(weight)
     assert torch.equal(fmt.round_weight(weight), fmt.unpack(packed))
     assert format_of_packed(packed).label == fmt.label
@@ -40,7 +46,7 @@ BOUND = {"int4": 0.5 / 7.5, "int8": 0.5 / 127.5, "nvfp4": 1 / 6 + 2**-4}
 
 @every_format
 def test_the_error_is_within_half_a_gap_of_the_groups_largest(name):
-    fmt, weight = weight_format(name, 32), WEIGHTS["normal"]
+    fmt, weight = loaded_format(name, 32), WEIGHTS["normal"]
     group = {"int4": 32, "int8": 64, "nvfp4": 16}[name]
     error = (fmt.round_weight(weight) - weight).abs().unflatten(1, (-1, group))
     largest = weight.abs().unflatten(1, (-1, group)).amax(-1, keepdim=True)
@@ -97,7 +103,7 @@ def test_nvfp4_is_torchaos_format(kind):
 
 @every_format
 def test_gradients_pass_the_rounding_straight_through(name):
-    fmt = weight_format(name, 32)
+    fmt = loaded_format(name, 32)
     for rounding in (fmt.round_weight, fmt.round_input):
         values = torch.randn(24, 64, requires_grad=True)
         upstream = torch.randn(24, 64)
@@ -116,7 +122,7 @@ def test_nibbles_are_unpacked_to_what_was_packed():
 
 @every_format
 def test_a_state_dict_is_unpacked_and_names_its_packing(name):
-    fmt, weight = weight_format(name, 16), WEIGHTS["normal"]
+    fmt, weight = loaded_format(name, 16), WEIGHTS["normal"]
     packed = {f"body.{key}": part for key, part in fmt.pack(weight).items()}
     state = {**packed, "body.bias": torch.ones(24), "norm.weight": torch.ones(3), "step": 3}
     assert packed_label(state) == {"int4": "int4-16"}.get(name, name)
