@@ -13,11 +13,18 @@ from models.gpt import GPT
 from runner.core.base.library_warnings import suppress_warnings
 from runner.core.base.tensor_facts import CPU_DEVICE, dtype_name, stored_bytes
 from runner.data.datasets.digits import digits
-from runner.precision.emulation.formats import E4M3, E5M2, Format, round_to_format
-from runner.precision.emulation.quantizers import BlockQuantizer, Nvfp4Quantizer, amax_scale
+from runner.precision.emulation.formats import (
+    E4M3,
+    E5M2,
+    BlockQuantizer,
+    Format,
+    Nvfp4Quantizer,
+    amax_scale,
+    round_to_format,
+)
 from runner.precision.emulation.te_emulation import scaled_product
 from runner.precision.layers.bnb_linear import bnb, pack_4bit, unpack_4bit
-from runner.precision.layers.weight_formats import Int4Format
+from runner.precision.layers.quantized_linear import Int4Format
 from runner.precision.registry import load_precision
 from runner.precision.weight_updates import UPDATE_RULES
 from runner.precision.wide_step import attach_update

@@ -12,7 +12,7 @@ from torch import nn
 from runner.config.messages import CPU_CASTS
 from runner.core import ConversionReport, Precision, fmt, tensor_facts
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.precision.keep_fp32 import KeptInFloat32
+from runner.precision.casting import KeptInFloat32
 from runner.precision.layers.experts import Experts
 
 MIN_ASKED_SHARE = 0.9

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from runner.core import Precision, Task, fmt, module_tree, tensor_facts
+from runner.precision.casting import KeptInFloat32, keep_in_float32
 from runner.precision.conversion import is_converted
 from runner.precision.emulation.cpu_kernels import choose_kernels
-from runner.precision.keep_fp32 import KeptInFloat32, keep_in_float32
 from runner.training.tasks.detection import Detection
 
 _HALVES = {torch.float16: "16", torch.bfloat16: "bf16"}

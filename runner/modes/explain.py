@@ -27,11 +27,11 @@ from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import NumericsSnapshot
 from runner.modes.execution import build_execution, prepare_process, starting_model
 from runner.modes.startup import try_batch
+from runner.precision.casting import KEEP_FP32_REASON, KeptInFloat32
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.emulation.formats import FORMATS
-from runner.precision.keep_fp32 import KEEP_FP32_REASON, KeptInFloat32
 from runner.precision.layers.experts import Experts, expert_parts, stack_names
-from runner.precision.layers.weight_formats import WeightFormat
+from runner.precision.layers.quantized_linear import WeightFormat
 from runner.training.compile import prepare_model
 from runner.training.model import BuiltModel
 

@@ -26,7 +26,7 @@ from runner.diagnostics.memory.forecast import (
     peak_forecast,
 )
 from runner.modes.execution import read_initial_weights
-from runner.precision.keep_fp32 import KeptInFloat32
+from runner.precision.casting import KeptInFloat32
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
 from runner.training.model import BuiltModel, build_model, build_on_meta

@@ -22,7 +22,16 @@ from torch.utils._pytree import tree_leaves
 from runner.core import ConversionPlan, ConversionReport, Precision, random_streams, tensor_facts
 from runner.core.policy.precision import NO_PLAN, ComputeFormat
 from runner.core.policy.sessions import Session, Switches, open_session
-from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
+from runner.precision.casting import (
+    autocast,
+    cast_fields,
+    cast_floats,
+    cast_nest,
+    default_dtype,
+    find_kept_modules,
+    find_kept_tensors,
+    keep_in_float32,
+)
 from runner.precision.conversion import (
     ConversionRules,
     convert_modules,
@@ -37,7 +46,6 @@ from runner.precision.emulation.cpu_kernels import (
     tf32_products,
 )
 from runner.precision.emulation.formats import FP8_ROUNDOFFS
-from runner.precision.keep_fp32 import find_kept_modules, find_kept_tensors, keep_in_float32
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.options import choice_problems, switch_problems
 

@@ -27,7 +27,7 @@ from runner.core import (
 )
 from runner.core.policy.conversion_report import ModuleConversion, summarize_modules
 from runner.core.policy.precision import NO_PLAN
-from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
+from runner.precision.casting import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
     clashing_names,

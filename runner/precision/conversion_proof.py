@@ -30,7 +30,13 @@ from runner.core import (
     tensor_facts,
 )
 from runner.core.base.module_tape import ROOT
-from runner.precision.casting import fields_of, is_wider, lost_whole_number
+from runner.precision.casting import (
+    KeptInFloat32,
+    double_parts,
+    fields_of,
+    is_wider,
+    lost_whole_number,
+)
 from runner.precision.forward_watch import (
     ForwardWatch,
     ModelTrial,
@@ -39,7 +45,6 @@ from runner.precision.forward_watch import (
     expert_layouts,
     holds_matrix,
 )
-from runner.precision.keep_fp32 import KeptInFloat32, double_parts
 from runner.precision.layers.experts import Experts, expert_stacks, restore_stacks
 
 # Why a converted layer counts as not converted; the texts are in conversion.json.

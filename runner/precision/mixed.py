@@ -25,8 +25,8 @@ from runner.core.base.tpu import is_tpu
 from runner.core.policy.loss_scale import DynamicLossScale, check_loss_scale
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
+from runner.precision.casting import find_kept_tensors
 from runner.precision.emulation.cpu_kernels import KernelChoice
-from runner.precision.keep_fp32 import find_kept_tensors
 
 
 @final

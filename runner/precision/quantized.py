@@ -15,8 +15,12 @@ from runner.precision import devices, options
 from runner.precision.base import ConvertingPrecision
 from runner.precision.emulation.formats import EIGHT_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF
 from runner.precision.layers.conv1d import layer_widths
-from runner.precision.layers.quantized_linear import QuantizedLinear
-from runner.precision.layers.weight_formats import FORMAT_NAMES, WeightFormat, weight_format
+from runner.precision.layers.quantized_linear import (
+    FORMAT_NAMES,
+    QuantizedLinear,
+    WeightFormat,
+    weight_format,
+)
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 

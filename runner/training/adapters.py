@@ -27,8 +27,8 @@ from runner.core import (
     suppress_warnings,
     targets,
 )
+from runner.precision.casting import no_op_hook
 from runner.precision.conversion import ROOT_NAME, ConversionRules, find_shared_weights
-from runner.precision.keep_fp32 import no_op_hook
 from runner.precision.layers import derived_weight
 from runner.precision.layers.conv1d import is_packed, is_transposed, linear_classes, unpacked_matrix
 from runner.precision.layers.experts import (

@@ -46,9 +46,14 @@ from runner.core import (
 )
 from runner.core.policy.precision import NO_PLAN
 from runner.data.build import build_data, build_run_loaders
-from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
+from runner.precision.casting import (
+    DefaultDtype,
+    cast_floats,
+    cast_nest,
+    cast_tensor,
+    find_kept_tensors,
+)
 from runner.precision.conversion import is_converted
-from runner.precision.keep_fp32 import find_kept_tensors
 from runner.precision.layers.conv1d import is_packed
 from runner.training import adapters
 from runner.training.example_batch import ForecastUnavailable, example_batch

@@ -12,8 +12,7 @@ from bench.claims import measurements
 from bench.claims.catalogue import CLAIMS
 from bench.claims.claim import Bound, check_claim
 from runner.precision.emulation import te_emulation
-from runner.precision.emulation.formats import E2M1
-from runner.precision.emulation.quantizers import BlockQuantizer, power_of_two_scale
+from runner.precision.emulation.formats import E2M1, BlockQuantizer, power_of_two_scale
 from runner.precision.layers.bnb_linear import dequantize_4bit
 from runner.precision.registry import load_precision
 from runner.precision.weight_updates import Kahan, Nearest

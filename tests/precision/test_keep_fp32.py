@@ -9,7 +9,7 @@ from torch import nn
 from runner.core.base.errors import ConfigError
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
-from runner.precision.keep_fp32 import KeptInFloat32, find_kept_modules, keep_in_float32
+from runner.precision.casting import KeptInFloat32, find_kept_modules, keep_in_float32
 from runner.training.strategies.fsdp import _modules_of_other_dtype
 
 OTHERS = ("16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from runner.core import Precision, TrainState, tensor_facts
 from runner.diagnostics.divergence.boundaries import ROOT, Boundary
 from runner.diagnostics.divergence.reference import NarrowCode, Reference
+from runner.precision.casting import KeptInFloat32
 from runner.precision.conversion import is_converted
-from runner.precision.keep_fp32 import KeptInFloat32
 
 SEED = 2**40 + 1
 """Of the generator that draws the perturbations."""

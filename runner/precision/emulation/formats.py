@@ -1,14 +1,23 @@
-"""Round float32 tensors to the values of narrower formats.
+"""Round float32 tensors to the values of narrower formats, and quantize the operands of products as
+FP8 and FP4 recipes do: scale, round, and scale back.
 
 Only float32 and int32 arithmetic is used, so it works on devices that lack the formats' dtypes, and
-the results stay float32. Source of the formats: IEEE 754 (float16), OCP 8-bit Floating Point
-Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats Specification 1.0 (E2M1).
+the results stay float32 ("fake quantization"): a product of two quantized operands sees what the
+hardware's product sees. Scales multiply: quantized = round(x * scale) / scale.
+
+Source of the formats: IEEE 754 (float16), OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2),
+OCP Microscaling Formats Specification 1.0 (E2M1). The scaling rules are those of TransformerEngine
+2.20 (the reference implementations in transformer_engine/pytorch/custom_recipes and common/recipe)
+and of arXiv:2509.25149 for NVFP4.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 INFINITY_BITS = 0x7F800000  # of float32; also the mask of its exponent
 
@@ -131,3 +140,221 @@ def round_to_tf32(x: Tensor) -> Tensor:
     # TF32 lacks 13 of float32's 23 bits: half a unit in its last place is 1 << 12.
     nearest = ((bits + (1 << 12)) & -(1 << 13)).view(torch.float32)
     return torch.where(x.isfinite(), nearest, x)
+
+
+ScaleRule = Callable[[Tensor, Format], Tensor]
+"""Returns the scales, float32, that bring the largest magnitudes (amax, float32) into a format's
+range."""
+
+Quantizer = Callable[[Tensor], Tensor]
+"""Returns the values, float32, that a product sees of an operand [rows, contracted], float32."""
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+# The library multiplies by it, which rounds otherwise than a division by E2M1's largest value.
+_ONE_SIXTH = torch.tensor(6.0).reciprocal().item()
+
+
+def amax_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """Return the scale that maps amax to the format's maximum, or 1 if amax is zero or not finite.
+
+    Args:
+        amax: largest magnitudes, float32, any shape.
+        fmt: of the quantized values.
+
+    Returns:
+        float32 of amax's shape, at most float32's largest value.
+    """
+    # A number over a tensor would be the tensor's reciprocal times it: rounded twice.
+    scale = (torch.full_like(amax, fmt.largest) / amax).clamp(max=_FLOAT32_MAX)
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def power_of_two_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """Return amax_scale rounded down to a power of two: float32 of amax's shape."""
+    return power_of_two(amax_scale(amax, fmt))
+
+
+def exponent_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """Return MXFP8's scale: the inverse of the least power of two >= amax / the format's maximum.
+
+    The power of two is one that E8M0 can store. The scale is 1 if amax is zero or not finite.
+    Source: the rounding is TransformerEngine's, up instead of OCP's down, so that nothing
+    saturates.
+
+    Args:
+        amax: largest magnitudes, float32, any shape.
+        fmt: of the quantized values.
+
+    Returns:
+        float32 of amax's shape.
+    """
+    inverse = torch.full_like(amax, fmt.largest).reciprocal()
+    bits = (amax * inverse).view(torch.int32)
+    above = (bits + 0x7FFFFF) & 0x7F800000  # the least power of two that is not below
+    scale = (0x7F000000 - above).view(torch.float32)  # its inverse: exponents are biased by 127
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def join_scale(codes: Tensor, inverse: Tensor, keeps_scales: bool) -> Tensor:
+    """Return quantized values that are scaled back or, to sum them first, with their scales.
+
+    Args:
+        codes: values of the format, float32, any shape; may be changed.
+        inverse: of the scales, float32, broadcastable to codes.
+        keeps_scales: whether values and inverse scales are returned apart.
+
+    Returns:
+        codes * inverse or, apart, both in the codes' shape: float32 [2, *shape].
+    """
+    if keeps_scales:
+        return torch.stack((codes, inverse.expand_as(codes)))
+    return codes.mul_(inverse)
+
+
+@dataclass(frozen=True)
+class BlockQuantizer:
+    """A quantizer that scales each block of an operand by the block's largest magnitude.
+
+    Attributes:
+        fmt: of the quantized values.
+        rule: returns a block's scale.
+        shape: of a block, rows by contracted columns; None for the whole operand.
+        keeps_scales: whether values and inverse scales are returned apart.
+    """
+
+    fmt: Format
+    rule: ScaleRule
+    shape: tuple[int, int] | None = None
+    keeps_scales: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the quantized values: float32 [rows, contracted] to the same shape, or to
+        [2, rows, contracted] as join_scale returns it."""
+        blocks = to_tiles(x, self.shape or (*x.shape,))
+        scale = self.rule(_block_amax(blocks), self.fmt)
+        codes = round_within_range(blocks * scale, self.fmt)
+        joined = join_scale(codes, scale.reciprocal(), self.keeps_scales)
+        if self.keeps_scales:
+            return torch.stack([from_tiles(each, x.shape) for each in joined])
+        return from_tiles(joined, x.shape)
+
+
+@dataclass(frozen=True)
+class Nvfp4Quantizer:
+    """A quantizer to E2M1 in blocks with E4M3 scales, and one float32 scale for the whole operand.
+
+    Source: NVFP4, arXiv:2509.25149.
+
+    Attributes:
+        shape: of a block, rows by contracted columns.
+        rotates: whether a Hadamard transform with fixed signs is applied first, along the
+            contracted dimension. Both operands of a product need it: it cancels in the product.
+        stochastic: whether values are rounded up or down at random, with the distances as
+            probabilities.
+    """
+
+    shape: tuple[int, int] = (1, 16)
+    rotates: bool = False
+    stochastic: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the quantized values: float32 [rows, contracted] to the same shape.
+
+        With `rotates` the contracted dimension is padded to a multiple of 16.
+        """
+        if self.rotates:
+            x = F.pad(x, (0, -x.shape[1] % 16))
+            # Contiguous, so that this is one product and not one for each row.
+            x = (x.contiguous().unflatten(1, (-1, 16)) @ hadamard_rotation(x.device)).flatten(1)
+        rounded, stored, tensor_scale = self._rounded_blocks(x)
+        return from_tiles(rounded.mul_(stored * tensor_scale), x.shape)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what NVFP4 stores of a tensor, whose product is the quantized values bit by bit.
+
+        Args:
+            x: float32 [rows, contracted], a multiple of the block's shape.
+
+        Returns:
+            E2M1 values, float32 of x's shape; the blocks' E4M3 scales, float32 [rows, blocks]; the
+            scale of the whole, a float32 scalar.
+        """
+        assert not self.rotates
+        rounded, stored, tensor_scale = self._rounded_blocks(x)
+        return from_tiles(rounded, x.shape), stored[:, 0, :, 0], tensor_scale
+
+    def _rounded_blocks(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the E2M1 values in tiles, the tiles' E4M3 scales and the scale of the whole, all
+        float32."""
+        blocks = to_tiles(x, self.shape)
+        amax = x.abs().amax()
+        # The scale of the whole operand brings the blocks' scales into E4M3's range.
+        operand_scale = torch.full_like(amax, E2M1.largest * E4M3.largest) / amax
+        is_usable = operand_scale.isfinite() & (operand_scale > 0)
+        operand_scale = torch.where(is_usable, operand_scale, 1.0)
+        stored = round_within_range(_block_amax(blocks) * (operand_scale * _ONE_SIXTH), E4M3)
+        tensor_scale = operand_scale.reciprocal()
+        # A block of zeros has a scale of 0, whose inverse would be infinite and give NaN.
+        inverse = (stored * tensor_scale).reciprocal().clamp(max=_FLOAT32_MAX)
+        values = blocks * inverse
+        if self.stochastic:
+            rounded = _round_stochastically(values.clamp_(-E2M1.largest, E2M1.largest))
+        else:
+            rounded = round_within_range(values, E2M1)
+        return rounded, stored, tensor_scale
+
+
+def to_tiles(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a matrix in tiles: [tiles down, rows, tiles across, columns], padded with zeros.
+
+    Args:
+        x: [matrix rows, matrix columns], any dtype.
+        shape: rows and columns of a tile.
+    """
+    rows, columns = shape
+    missing_rows = -x.shape[0] % rows
+    missing_columns = -x.shape[1] % columns
+    if missing_rows or missing_columns:  # F.pad copies even where it adds nothing
+        x = F.pad(x, (0, missing_columns, 0, missing_rows))
+    return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+
+
+def from_tiles(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """Return the matrix of this shape that to_tiles has split, without the padding."""
+    return blocks.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
+
+
+@cache
+def hadamard_rotation(device: torch.device) -> Tensor:
+    """Return TransformerEngine's random Hadamard transform: float32 [16, 16], orthogonal.
+
+    It is a diagonal of fixed signs, those of the library, times Hadamard's matrix / 4.
+    """
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32)
+    square = torch.kron(pair, pair)
+    matrix = torch.kron(square, square)
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+    return (signs[:, None] * matrix / 4).to(device)
+
+
+def _block_amax(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each block: [blocks down, 1, blocks across, 1]."""
+    values = blocks.abs()
+    if values.shape[1] > 1:
+        values = values.amax(1, keepdim=True)
+    # torch's own reduction of few or of strided numbers takes five times as long as halving.
+    while values.shape[3] % 2 == 0 and (values.stride(3) != 1 or values.shape[3] <= 16):
+        half = values.shape[3] // 2
+        values = torch.maximum(values[..., :half], values[..., half:])
+    return values.amax(3, keepdim=True)
+
+
+def _round_stochastically(x: Tensor) -> Tensor:
+    """Return one of the two values of E2M1 around each value, each with a probability by its
+    distance; float32, within E2M1's range."""
+    magnitude = x.abs()
+    spacing = power_of_two(x).clamp_(min=E2M1.normal).mul_(0.5)
+    steps = magnitude.div_(spacing)
+    below = steps.floor()
+    up = torch.rand_like(x).lt_(steps.sub_(below))
+    return below.add_(up).mul_(spacing).copysign_(x)

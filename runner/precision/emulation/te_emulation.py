@@ -17,15 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.precision.emulation.formats import E4M3, E5M2, Format, power_of_two, round_within_range
-from runner.precision.emulation.quantizers import (
+from runner.precision.emulation.formats import (
+    E4M3,
+    E5M2,
     BlockQuantizer,
+    Format,
     Nvfp4Quantizer,
     Quantizer,
     amax_scale,
     exponent_scale,
     join_scale,
+    power_of_two,
     power_of_two_scale,
+    round_within_range,
 )
 from runner.precision.te_recipes import Accumulation, complete_recipe
 

@@ -29,8 +29,12 @@ from runner.core import suppress_warnings
 from runner.precision.conversion import change_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
-from runner.precision.layers.quantized_linear import PackedLinear, PackedWeightOwner
-from runner.precision.layers.weight_formats import PackedTensors, Packing
+from runner.precision.layers.quantized_linear import (
+    PackedLinear,
+    PackedTensors,
+    PackedWeightOwner,
+    Packing,
+)
 
 with suppress_warnings():
     import bitsandbytes as bnb

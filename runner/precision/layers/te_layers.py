@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from runner.core import ConversionReport, Fate
+from runner.precision.casting import no_op_hook
 from runner.precision.conversion import (
     ROOT_NAME,
     ConversionRules,
@@ -27,7 +28,6 @@ from runner.precision.conversion import (
     layer_class,
     replace_in_place,
 )
-from runner.precision.keep_fp32 import no_op_hook
 from runner.precision.layers.backward_checks import forbid_second_derivative, pad_rows
 from runner.precision.layers.conv1d import is_transposed, layer_widths, linear_classes
 

@@ -4,14 +4,17 @@ import pytest
 import torch
 from precision_models import CPU, values_of_many_magnitudes
 
-from runner.precision.emulation.formats import E2M1, E4M3, E5M2, round_to_format
-from runner.precision.emulation.quantizers import (
+from runner.precision.emulation.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
     BlockQuantizer,
     Nvfp4Quantizer,
     amax_scale,
     exponent_scale,
     hadamard_rotation,
     power_of_two_scale,
+    round_to_format,
 )
 
 RULES = [amax_scale, power_of_two_scale, exponent_scale]

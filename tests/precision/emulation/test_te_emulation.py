@@ -17,8 +17,13 @@ from torch import nn
 
 from runner.precision import registry
 from runner.precision.emulation import te_emulation
-from runner.precision.emulation.formats import E4M3, E5M2
-from runner.precision.emulation.quantizers import BlockQuantizer, amax_scale, power_of_two_scale
+from runner.precision.emulation.formats import (
+    E4M3,
+    E5M2,
+    BlockQuantizer,
+    amax_scale,
+    power_of_two_scale,
+)
 from runner.precision.emulation.te_emulation import quantizers_of_recipe, scaled_product
 from runner.precision.te_recipes import complete_recipe
 

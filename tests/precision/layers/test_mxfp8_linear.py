@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.core.base.library_warnings import suppress_warnings
-from runner.precision.emulation.formats import E4M3
-from runner.precision.emulation.quantizers import BlockQuantizer, exponent_scale
+from runner.precision.emulation.formats import E4M3, BlockQuantizer, exponent_scale
 
 with suppress_warnings():
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe

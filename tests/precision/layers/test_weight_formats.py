@@ -5,12 +5,13 @@ import torch
 from precision_models import values_of_many_magnitudes
 from torch.nn import functional as F
 
-from runner.precision.layers.quantized_linear import packed_label, unpack_state_dict
-from runner.precision.layers.weight_formats import (
+from runner.precision.layers.quantized_linear import (
     FORMAT_NAMES,
     format_of_packed,
     pack_nibbles,
+    packed_label,
     unpack_nibbles,
+    unpack_state_dict,
     weight_format,
 )
 
