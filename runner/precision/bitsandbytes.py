@@ -134,7 +134,7 @@ class BitsandbytesPrecision(ConvertingPrecision):
             Linear8bit.convert_in_place(module, **attributes)
         else:
             quant_type, _, nested = self.mode.partition("-")
-            Linear4bit.convert_in_place(module, quant_type, bool(nested), self.compute)
+            Linear4bit.convert_in_place(module, (quant_type, bool(nested)), self.compute)
 
     @property
     def storage_format(self) -> str:

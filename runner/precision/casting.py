@@ -244,10 +244,8 @@ class DefaultDtype:
         torch.set_default_dtype(self.previous.pop())
 
 
-@cache
-def default_dtype(dtype: torch.dtype) -> DefaultDtype:
-    """Return the context that sets torch's default dtype, one object for each dtype."""
-    return DefaultDtype(dtype)
+default_dtype = cache(DefaultDtype)
+"""Return the context that sets torch's default dtype, one object for each dtype."""
 
 
 KEEP_FP32_REASON = "kept in float32 by precision.keep_fp32"

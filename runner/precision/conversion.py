@@ -188,8 +188,7 @@ def classify_modules(
         if isinstance(module, parametrize.ParametrizationList):
             continue
         kind = next((each for each in kinds if isinstance(module, each)), None)
-        is_layer = kind is not None or is_converted(module)
-        if not is_layer and not weight_matrices(module):
+        if kind is None and not is_converted(module) and not weight_matrices(module):
             continue
         path = name or ROOT_NAME
         # The user's own choice is named first, then what the model does, then what the layer is.

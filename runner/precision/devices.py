@@ -19,19 +19,20 @@ def require_emulated_products(
         device: that the run computes on.
         float16_name: the precision to type where bfloat16 is missing.
     """
-    if precision.compute is torch.bfloat16 and lacks_bfloat16(device):
-        if not precision.emulates_products:
-            remedy = (
-                f"Type precision={float16_name}, or precision.emulate=true for bfloat16's numbers "
-                "without its speed."
+    is_bfloat16 = precision.compute is torch.bfloat16
+    if precision.emulates_products:
+        if device.type != "cpu" and not (is_bfloat16 and lacks_bfloat16(device)):
+            raise Unavailable(
+                f"precision={precision.name} precision.emulate=true runs on a CPU; this run is on "
+                f"{device.type}.",
+                "Type accelerator=cpu, or leave precision.emulate out.",
             )
-            require_bfloat16(precision.name, device, remedy)
-    elif precision.emulates_products and device.type != "cpu":
-        raise Unavailable(
-            f"precision={precision.name} precision.emulate=true runs on a CPU; this run is on "
-            f"{device.type}.",
-            "Type accelerator=cpu, or leave precision.emulate out.",
+    elif is_bfloat16:
+        remedy = (
+            f"Type precision={float16_name}, or precision.emulate=true for bfloat16's numbers "
+            "without its speed."
         )
+        require_bfloat16(precision.name, device, remedy)
 
 
 def emulation_remedy(nearest: str) -> str:

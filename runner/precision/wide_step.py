@@ -215,7 +215,12 @@ class _WideStep:
         stand_ins: dict[Tensor, Tensor] = {}
         with torch.no_grad():
             kept = self._take_kept(narrow)
-            stepped = self._widen(narrow, kept)
+            # This process's part of each, where it is sharded.
+            weights = [_local(p) for p in narrow]
+            shards = [_local(value) for value in kept.values()]
+            wide = self.store.widen(weights, shards) if weights else []
+            generator = self._generators.get(weights[0].device) if weights else None
+            stepped = SteppedWeights(weights, shards, wide, generator)
             for p, value in zip(narrow, stepped.wide, strict=True):
                 stand_ins[p] = _shard_like(value, p)
                 stand_ins[p].grad = p.grad.float()  # type: ignore[union-attr]
@@ -252,14 +257,6 @@ class _WideStep:
             kept[p] = value
         return kept
 
-    def _widen(self, params: Sequence[Tensor], kept: Mapping[Tensor, Tensor]) -> SteppedWeights:
-        """Return this process's part of 16-bit parameters, and their float32 weights to step."""
-        weights = [_local(p) for p in params]
-        shards = [_local(value) for value in kept.values()]
-        wide = self.store.widen(weights, shards) if weights else []
-        generator = self._generators.get(weights[0].device) if weights else None
-        return SteppedWeights(weights, shards, wide, generator)
-
     def _elementwise_state(
         self, params: Sequence[Tensor]
     ) -> Iterator[tuple[Tensor, dict[str, Any], str, Tensor]]:
@@ -273,11 +270,8 @@ class _WideStep:
     def _dtype_of_state(self, p: Tensor) -> torch.dtype:
         if self.state_dtype is not None:
             return self.state_dtype
-        return (
-            p.dtype
-            if tensor_facts.is_narrow(p) and not self.store.keeps_wide_state
-            else torch.float32
-        )
+        is_narrow = tensor_facts.is_narrow(p) and not self.store.keeps_wide_state
+        return p.dtype if is_narrow else torch.float32
 
     def _note_loaded(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict

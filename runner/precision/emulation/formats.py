@@ -233,10 +233,7 @@ class BlockQuantizer:
         blocks = to_tiles(x, self.shape or (*x.shape,))
         scale = self.rule(_block_amax(blocks), self.fmt)
         codes = round_within_range(blocks * scale, self.fmt)
-        joined = join_scale(codes, scale.reciprocal(), self.keeps_scales)
-        if self.keeps_scales:
-            return torch.stack([from_tiles(each, x.shape) for each in joined])
-        return from_tiles(joined, x.shape)
+        return from_tiles(join_scale(codes, scale.reciprocal(), self.keeps_scales), x.shape)
 
 
 @dataclass(frozen=True)
@@ -320,8 +317,9 @@ def to_tiles(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def from_tiles(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Return the matrix of this shape that to_tiles has split, without the padding."""
-    return blocks.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
+    """Return the matrix of this shape that to_tiles has split, without the padding; with a first
+    dimension of its own several."""
+    return blocks.flatten(-2, -1).flatten(-3, -2)[..., : shape[0], : shape[1]]
 
 
 @cache

@@ -278,22 +278,19 @@ class Linear4bit(PackedWeightOwner, bnb.nn.Linear4bit):  # type: ignore[misc]
     packing: tuple[str, bool]  # quant_type, nested
 
     @classmethod
-    def convert_in_place(
-        cls, module: Any, quant_type: str, nested: bool, compute: torch.dtype
-    ) -> None:
+    def convert_in_place(cls, module: Any, packing: tuple[str, bool], compute: torch.dtype) -> None:
         """Turn a linear layer into a Linear4bit, in place.
 
         Args:
             module: nn.Linear or Conv1D.
-            quant_type: nf4 or fp4.
-            nested: whether the scales are quantised too.
+            packing: the further arguments of pack_4bit.
             compute: the dtype of the products.
         """
-        weight = pack_4bit(weight_matrix(module), quant_type, nested)
+        weight = pack_4bit(weight_matrix(module), *packing)
         change_class(
             module,
             cls,
-            packing=(quant_type, nested),
+            packing=packing,
             compute_dtype=compute,
             compute_type_is_set=True,
             quant_storage=torch.uint8,

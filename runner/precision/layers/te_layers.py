@@ -254,8 +254,6 @@ def find_pairs(
         The linear layer of each norm that has one, and why each other norm has none.
     """
     name_counts = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    modules = {name: module_at(model, name) for name in (*norms, *linears)}
-    observed = {name for name, module in modules.items() if _is_observed(module, name_counts)}
     graphs: dict[str, fx.Graph | str] = {}
     pairs: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -267,7 +265,7 @@ def find_pairs(
         linear, reason = _partner(graphs[caller], prefix, norm, linears)
         if not linear:
             reasons[norm] = f"not fused: {reason}"
-        elif observed & {norm, linear}:
+        elif any(_is_observed(module_at(model, name), name_counts) for name in (norm, linear)):
             reasons[norm] = "not fused: it or its linear layer has hooks or two names"
         else:
             pairs[norm] = linear
