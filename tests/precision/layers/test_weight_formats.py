@@ -72,7 +72,7 @@ def test_int8_products_are_those_of_torchaos_quantised_layer():
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, MappingType, quantize_
 
     layer = torch.nn.Linear(64, 24, bias=False)
-    fmt = weight_format("int8", 0)
+    fmt = loaded_format("int8", 0)
     packed = fmt.pack(layer.weight.detach())
     config = Int8DynamicActivationInt8WeightConfig(
         act_mapping_type=MappingType.ASYMMETRIC, set_inductor_config=False
