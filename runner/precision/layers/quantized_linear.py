@@ -421,7 +421,7 @@ class PackedLinear(PackedWeightOwner, nn.Linear):  # type: ignore[misc]
 class QuantizedLinear(PackedLinear, AutocastLinear):  # type: ignore[misc]
     """A linear layer with a weight in a number format."""
 
-    format: WeightFormat
+    format: WeightFormat  # type: ignore[assignment]
 
     def _product(self, rows: Tensor) -> Tensor:
         return _PackedProduct.apply(rows, self.format, self.packed())  # type: ignore[return-value]
