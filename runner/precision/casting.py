@@ -367,11 +367,10 @@ def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
     """Raise ConfigError where a parameter is shared by a kept module and one outside it: a tied
     parameter has one dtype, so both modules are in float32 or neither is."""
     parts = {part for name in kept for part in model.get_submodule(name).modules()}
-    kept_parameters = {id(p) for part in parts for p in part.parameters(recurse=False)}
+    shared = {parameter for part in parts for parameter in part.parameters()}
     outside = []
     for name, module in model.named_modules():
-        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
-        if module not in parts and parameters & kept_parameters:
+        if module not in parts and not shared.isdisjoint(module.parameters(recurse=False)):
             outside.append(name)
     if outside:
         others = ", ".join(name or "*" for name in outside)

@@ -47,6 +47,8 @@ ROUTER_REASON = "a router: it stays in float32, unless precision.ignore_modules 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 LayerConverter = Callable[[nn.Module], None]
+Layers = list[tuple[ModuleConversion, nn.Module]]
+"""Layers of a model, each with its row of a report."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,7 @@ def convert_modules(
     return report
 
 
-def _candidates(
-    pairs: Sequence[tuple[ModuleConversion, nn.Module]], rules: ConversionRules
-) -> dict[nn.Module, dict[str, bool]]:
+def _candidates(pairs: Layers, rules: ConversionRules) -> dict[nn.Module, dict[str, bool]]:
     """Return the modules with stacked weights of which a forward is to show whether they are
     experts, and the names of those weights."""
     found = {}
@@ -155,7 +155,7 @@ def _candidates(
 
 def classify_modules(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], rules: ConversionRules
-) -> list[tuple[ModuleConversion, nn.Module]]:
+) -> Layers:
     """Return each layer with a row that says whether it is to be converted.
 
     A layer is a module that holds matrix weights, is of one of these kinds, or is converted
@@ -182,7 +182,7 @@ def classify_modules(
         kept = modules[name].modules() if name in modules else [holder]
         declined |= dict.fromkeys(kept, KEEP_FP32_REASON)
     holders = _holders_by_parameter(model)
-    pairs: list[tuple[ModuleConversion, nn.Module]] = []
+    pairs: Layers = []
     for name, module in model.named_modules():
         # It holds the weight of the module around it, which has a row.
         if isinstance(module, parametrize.ParametrizationList):
@@ -254,9 +254,8 @@ def find_routers(model: nn.Module, rules: ConversionRules) -> set[str]:
         if stacks:
             count = len(module.get_parameter(next(iter(stacks))))
             parent = path.rpartition(".")[0]
-            routers |= _routers_in(module, path, count) or _routers_in(
-                modules[parent], parent, count
-            )
+            inside = _routers_in(module, path, count)
+            routers |= inside or _routers_in(modules[parent], parent, count)
     return routers - module_tree.select_modules("precision.ignore_modules", rules.ignore, modules)
 
 
@@ -339,18 +338,15 @@ def weight_matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     if parametrize.is_parametrized(module):
         parametrizations = module.get_submodule("parametrizations")
         parameters |= dict(parametrizations.named_parameters(prefix="parametrizations"))
-    matrices = {}
-    for name, parameter in parameters.items():
-        is_number = parameter.is_floating_point() or parameter.is_complex()
-        # A lazy parameter has no dimensions to ask for.
-        if is_number and not is_lazy(parameter) and parameter.ndim > 1:
-            matrices[name] = parameter
-    return matrices
+    # A lazy parameter has no dimensions to ask for.
+    return {
+        name: p
+        for name, p in parameters.items()
+        if (p.is_floating_point() or p.is_complex()) and not is_lazy(p) and p.ndim > 1
+    }
 
 
-def _with_counts(
-    pairs: Sequence[tuple[ModuleConversion, nn.Module]], rules: ConversionRules
-) -> list[tuple[ModuleConversion, nn.Module]]:
+def _with_counts(pairs: Layers, rules: ConversionRules) -> Layers:
     """Return the rows with the number of elements of their matrix weights.
 
     A shared weight is counted once: with the first module that is converted, else with the first.
@@ -410,8 +406,8 @@ def _check_conversion(
     """Raise ConfigError where no module is chosen, or a chosen one's weight has a hook that the new
     weight would not have."""
     if not chosen:
-        no_layer = "it has no layer of a kind that it converts"
-        reasons = summarize_modules(report.modules) or [no_layer]
+        reasons = summarize_modules(report.modules)
+        reasons = reasons or ["it has no layer of a kind that it converts"]
         if len(reasons) > 4:
             reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
         _, weights = report.weight_counts

@@ -28,9 +28,9 @@ def check_eps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         # Groups of parameters may have an eps of their own; the smallest one underflows first.
         groups = [group.get("eps") for group in optimizer.param_groups]
-        eps = min((e for e in groups if isinstance(e, float)), default=None)
+        eps = min((e for e in groups if isinstance(e, float)), default=0.0)
         # The state has the weights' dtype, float16, unless the optimizer says otherwise.
-        if getattr(optimizer, "wide_state", False) or not isinstance(eps, float) or eps <= 0:
+        if getattr(optimizer, "wide_state", False) or eps <= 0:
             continue
         key = "optimizer.eps" if len(optimizers) == 1 else "optimizer.<name>.eps"
         setting = f"{key}={eps:g}: {type(optimizer).__name__} keeps its state in float16 "

@@ -33,7 +33,6 @@ KERNEL_ROWS = 64
 """Multiple of rows that an expert's products in 16 bits are padded to on a CPU."""
 
 # Of Experts.
-_ATTRIBUTES = ("transposed", "shapes", "is_trial", "watch", "active_experts")
 _METHODS = ("view_of", "layers_of", "products", "numbers")
 
 
@@ -296,6 +295,9 @@ class Experts(nn.Module):
             for expert, matrix in enumerate(expert_matrices(weight, transposed)):
                 state_dict[f"{prefix}{stack}{_SUFFIXES[transposed]}.{expert}.weight"] = matrix
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+_ATTRIBUTES = (*Experts.__annotations__,)
 
 
 class _ZeroGradients(torch.autograd.Function):

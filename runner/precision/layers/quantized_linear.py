@@ -19,13 +19,11 @@ from torch.utils._pytree import tree_leaves
 from runner.core import ConfigError, suppress_warnings, tensor_facts
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
-from runner.precision.emulation.formats import E2M1, Nvfp4Quantizer
+from runner.precision.emulation.formats import Nvfp4Quantizer
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
 from runner.precision.layers.experts import stack_packed_experts
 
 FORMAT_NAMES = ("int4", "int8", "nvfp4")
-# torchao's least scale of int8 tensors; its fake quantisers have another by default, that of int4.
-_LEAST_SCALE = torch.finfo(torch.float32).eps
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 _NVFP4_BLOCK = 16  # weights that share a scale
 # The magnitudes of E2M1 by the lower three bits of their code; the fourth bit is the sign.
@@ -63,8 +61,8 @@ class WeightFormat(Packing):
     group: str = ""
     rounds_inputs: bool = False
     # torchao's fake quantisers keep the scales of their last call, which are of no use after it.
-    _weight_rounding: Any = None
-    _input_rounding: Any = None
+    _weight_rounding: Any
+    _input_rounding: Any
 
     def load_library(self) -> None:
         """Import the library that rounds; called when a layer is converted, before any forward."""
@@ -154,7 +152,8 @@ class Int8Format(WeightFormat):
     def load_library(self) -> None:
         # Weights with a scale per output, inputs with one per row, asymmetric.
         per_output = _import_torchao().PerAxis(0)
-        least = {"eps": _LEAST_SCALE}
+        # torchao's least scale of int8 tensors; its fake quantisers have that of int4 by default.
+        least = {"eps": torch.finfo(torch.float32).eps}
         self._weight_rounding = _fake_quantizer(torch.int8, per_output, **least)
         self._input_rounding = _fake_quantizer(torch.int8, "per_token", is_symmetric=False, **least)
 
@@ -219,9 +218,6 @@ class Nvfp4Format(WeightFormat):
     def _input_rounding(self, rows: Tensor) -> Tensor:
         flat = rows.float().reshape(-1, rows.shape[-1])
         return self._weight_rounding(flat).view(rows.shape).to(rows.dtype)
-
-
-assert E2M1.largest == _E2M1_VALUES[-1]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -182,8 +182,11 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
 def _to_linear(module: nn.Module, te: Any, multiple: int, norm: nn.Module | None = None) -> None:
     """Turn a linear layer into te.Linear, in place, or with a norm into te.LayerNormLinear."""
     into, out = layer_widths(module)
-    options: dict[str, Any] = {"params_dtype": module.weight.dtype, "device": "meta"}
-    options["bias"] = module.bias is not None
+    options: dict[str, Any] = {
+        "params_dtype": module.weight.dtype,
+        "device": "meta",
+        "bias": module.bias is not None,
+    }
     if norm is None:
         made = te.Linear(into, out, **options)
         kind = layer_class("TELinear", PaddedRows, te.Linear, type(module))
