@@ -258,9 +258,8 @@ def build_recipe(recipe: Mapping[str, Any]) -> Any:
     if {"use_power_2_scales", "use_f32_scales"} & set(values):
         # Class attributes that the library fills from the environment, whatever the constructor
         # is given, and that its quantizers read instead of the key.
-        for part in ("inp", "weight"):
-            setattr(built, f"fp8_quant_fwd_{part}", library.QParams(power_2_scale=power_2))
-        built.fp8_quant_bwd_grad = library.QParams(power_2_scale=power_2)
+        for part in ("fwd_inp", "fwd_weight", "bwd_grad"):
+            setattr(built, f"fp8_quant_{part}", library.QParams(power_2_scale=power_2))
     return built
 
 

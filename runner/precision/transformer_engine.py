@@ -90,10 +90,10 @@ class TransformerEnginePrecision(ConvertingPrecision):
         problems += te_recipes.accumulate_problems(self.accumulate, self.recipe, self.emulate)
         refuse(problems)
         storage = options.DTYPES[self.weights]
-        self._derive(storage=storage, compute=storage)
-        check_update(self.name, self.update, self.storage)
-        self._derive(recipe=te_recipes.complete_recipe(self.recipe), emulated=self.emulate)
-        if self.kind is te_recipes.KINDS["nvfp4"]:
+        check_update(self.name, self.update, storage)
+        recipe = te_recipes.complete_recipe(self.recipe)
+        self._derive(storage=storage, compute=storage, recipe=recipe, emulated=self.emulate)
+        if recipe["kind"] == "nvfp4":
             roundoffs = (FOUR_BITS_ROUNDOFF, FOUR_BITS_ROUNDOFF)
             self._derive(layers_compute_in="FP4", operand_roundoffs=roundoffs)
         if self._is_delayed:

@@ -58,7 +58,7 @@ class TruePrecision(BasePrecision):
         refuse(problems + self._product_problems())
         dtype = options.DTYPES[self.dtype]
         self._derive(storage=dtype, compute=dtype)
-        check_update(self.name, self.update, self.storage)
+        check_update(self.name, self.update, dtype)
         if self.storage.itemsize > 2:
             if self.emulate and not self._is_tf32:
                 raise ConfigError(

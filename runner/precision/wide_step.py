@@ -144,10 +144,9 @@ class _WideStep:
         self.seed = seed
         self._loaded: dict[str, Any] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
-        own_step = type(optimizer).step
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self._step(own_step, closure)
+            return self._step(closure)
 
         # Schedules of torch wrap the step again, and take it for a bound method.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -160,7 +159,7 @@ class _WideStep:
         optimizer.register_load_state_dict_pre_hook(self._note_loaded)
         optimizer.register_load_state_dict_post_hook(self._restore_dtypes)
 
-    def _step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,7 +172,7 @@ class _WideStep:
                 with self._widened([p for part in chunk for p in part]) as stand_ins:
                     for group, part in zip(groups, chunk, strict=True):
                         group["params"][:] = [stand_ins.get(p, p) for p in part]
-                    own_step(self.optimizer)
+                    type(self.optimizer).step(self.optimizer)  # its own, which was replaced
         finally:
             for group, part in zip(groups, every, strict=True):
                 group["params"][:] = part
@@ -253,8 +252,7 @@ class _WideStep:
             value = self.optimizer.state[p].pop(key, None)
             if value is None:
                 value = self.store.new_state(p.detach())
-            assert value is not None
-            kept[p] = value
+            kept[p] = value  # type: ignore[assignment]
         return kept
 
     def _elementwise_state(
