@@ -8,7 +8,7 @@ Inputs, parts built in float64, outputs of modules that are kept in float32, and
 forward makes without a dtype are tried wide: docs/precisions.md#what-is-cast has the rule.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -103,16 +103,13 @@ def prove_model(precision: Precision, trial: ModelTrial, is_rebuilt: bool = Fals
     model = trial.model
     converted = converted_layers(model, trial.report)
     adapted = adapted_layers(model)
-
-    def watch() -> ForwardWatch:
-        return ForwardWatch(model, adapted | converted)
-
-    plan, lines = find_wide_values(precision, trial, watch)
+    layers = adapted | converted
+    plan, lines = find_wide_values(precision, trial, layers)
     report = replace(trial.report, kept=(*trial.report.kept, *lines))
     experts = expert_layouts(model)
-    if not (experts or converted or adapted):
+    if not (experts or layers):
         return Proof(plan, report)
-    result = _try_together(trial, plan, watch())
+    result = _try_together(trial, plan, ForwardWatch(model, layers))
     if is_rebuilt and result.bypass_reasons:
         raise _second_bypass(precision, plan.bypassed, result.bypass_reasons)
     if not is_rebuilt:
@@ -377,14 +374,14 @@ class WideTrial(TorchFunctionMode):
 
 
 def find_wide_values(
-    precision: Precision, trial: ModelTrial, watch: Callable[[], ForwardWatch]
+    precision: Precision, trial: ModelTrial, layers: Mapping[str, nn.Module]
 ) -> tuple[ConversionPlan, list[str]]:
     """Leave wider than a precision stores what the forward takes so.
 
     Args:
         precision: of the run.
         trial: the model, whose parts and kept modules are changed in place.
-        watch: makes the context around a forward, in which packed weights can be read.
+        layers: those that are watched in a forward, in which packed weights can be read.
 
     Returns:
         The plan with the dtypes of wide inputs, and lines for the console.
@@ -411,7 +408,10 @@ def find_wide_values(
     modes = (False, True) if makes_float32 else (False,)
 
     def complete_together(values: Any) -> bool:
-        results = [trial.forward(lambda: values, plan, watch(), mode) for mode in modes]
+        results = [
+            trial.forward(lambda: values, plan, ForwardWatch(trial.model, layers), mode)
+            for mode in modes
+        ]
         return trial.strategy.broadcast_object(all(results))
 
     with wide_trial:

@@ -44,7 +44,6 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _ROUNDED = "avg_pool3d"
 # Of each weight, by identity: the weight, which must live as long, and its cast.
 _half_weights: dict[int, tuple[Tensor, Tensor]] = {}
-_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _GROUPED_PRODUCTS = {"aten": "_grouped_mm", "transformers": "grouped_mm_fallback"}
 """Operators that multiply each expert's rows by its weight, by namespace: torch's, and that of
 transformers where torch's has no kernel and under torch.compile."""
@@ -108,15 +107,20 @@ def _make_kernels() -> Kernels:
     return {(name, "AutocastCPU"): kernel for name, kernel in kernels.items()}
 
 
-def _kernel(name: str, rule: Callable[..., Any]) -> BoxedKernel:
-    """Return an operator's kernel for autocast, which calls rule(operator, args, kwargs)."""
+def _kernel(
+    name: str, rule: Callable[..., Any], namespace: str = "aten", key: str = "AutocastCPU"
+) -> BoxedKernel:
+    """Return an operator's kernel for a dispatch key of autocast, which calls
+    rule(operator, args, kwargs)."""
     packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    autocast_key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
+        # An operator is defined once its library is imported.
+        overloads = getattr(getattr(torch.ops, namespace), packet)
         # What the operator is composed of is not cast again.
-        with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-            return rule(operator, args, kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+            return rule(getattr(overloads, overload or "default"), args, kwargs)
 
     return run
 
@@ -198,7 +202,7 @@ def grouped_casts() -> Iterator[None]:
         with ExitStack() as stack:
             for namespace, name in _GROUPED_PRODUCTS.items():
                 kernels = {
-                    (name, key): _grouped_kernel(namespace, name, key) for key in _AUTOCAST_KEYS
+                    (name, key): _kernel(name, _grouped, namespace, key) for key in _AUTOCAST_KEYS
                 }
                 stack.enter_context(replace_kernels(name, kernels.copy, namespace))
             yield
@@ -206,24 +210,15 @@ def grouped_casts() -> Iterator[None]:
         settings.cache_key_tag = tag
 
 
-def _grouped_kernel(namespace: str, name: str, key: str) -> BoxedKernel:
-    """Return an operator's kernel for a dispatch key of autocast, which calls it with its operands
-    cast."""
-    autocast_key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
-
-    def run(_: Any, *args: Any) -> Any:
-        device_type = args[0].device.type
-        # A call with out_dtype has chosen its dtypes, as one of mm has.
-        if not any(isinstance(value, torch.dtype) for value in args):
-            half = torch.get_autocast_dtype(device_type)
-            args = tuple(v.to(half) if _is_cast(v, device_type) else v for v in args)
-        # The operator is defined once its library is imported.
-        operator = getattr(getattr(torch.ops, namespace), name)
-        args, width = _aligned(*args)
-        with torch._C._ExcludeDispatchKeyGuard(autocast_key):
-            return operator(*args)[..., :width]
-
-    return run
+def _grouped(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Call a grouped product with its operands cast, on the device that they are on."""
+    device_type = args[0].device.type
+    # A call with out_dtype has chosen its dtypes, as one of mm has.
+    if not any(isinstance(value, torch.dtype) for value in args):
+        half = torch.get_autocast_dtype(device_type)
+        args = tuple(v.to(half) if _is_cast(v, device_type) else v for v in args)
+    args, width = _aligned(*args)
+    return operator(*args)[..., :width]
 
 
 def _aligned(rows: Tensor, weight: Tensor, *rest: Any) -> tuple[tuple[Any, ...], int]:
