@@ -46,13 +46,8 @@ from runner.core import (
 )
 from runner.core.policy.precision import NO_PLAN
 from runner.data.build import build_data, build_run_loaders
-from runner.precision.casting import (
-    DefaultDtype,
-    cast_floats,
-    cast_nest,
-    cast_tensor,
-    find_kept_tensors,
-)
+from runner.precision import casting
+from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_packed
 from runner.training import adapters
@@ -271,7 +266,7 @@ def _load_plain_weights(
     adapter = adapters.build_adapter(config.values.get("adapter") or {})
     # A checkpoint's float64 would be rounded on its way through a float32 model.
     if precision.storage is torch.float64:
-        cast_floats(model, torch.float64, find_kept_tensors(model, torch.float64)[0])
+        cast_floats(model, torch.float64, casting.find_kept_tensors(model, torch.float64)[0])
     if adapter is None:
         return _load(spec, model, saved)
     # The adapter freezes what it is added to, and this run trains the merged weights.
