@@ -298,9 +298,9 @@ def _writing_kernel(name: str, compute: BoxedKernel, half: torch.dtype) -> Boxed
     native = original_kernel(name)
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        target = kwargs.get("out", args[0])
+        without_out = {**kwargs}
+        target = without_out.pop("out", args[0])
         if target.dtype is half and args[0].dtype is half:
-            without_out = {key: value for key, value in kwargs.items() if key != "out"}
             result = compute(keys, *args, **without_out)
             if target.shape == result.shape:
                 return target.copy_(result)

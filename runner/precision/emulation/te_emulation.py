@@ -11,6 +11,7 @@ Source: TransformerEngine 2.20; see quantizers for the scaling rules.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -87,14 +88,12 @@ class Operands:
     narrow: bool = False
     promotes_forward: bool = False
 
-    def forward_product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a times b transposed, of quantized operands: float32 [rows, columns]."""
-        return scaled_product(a, b, self.promotes_forward) if self.narrow else a @ b.mT
-
-    def backward_product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a times b transposed, of the backward's operands: float32 [rows, columns]."""
-        is_narrow = self.narrow and not self.backward
-        return scaled_product(a, b, promotes=True) if is_narrow else a @ b.mT
+    def product(self, a: Tensor, b: Tensor, is_backward: bool = False) -> Tensor:
+        """Return a times b transposed, of quantized operands or of those of the backward: float32
+        [rows, columns]."""
+        if not self.narrow or (is_backward and self.backward):
+            return a @ b.mT
+        return scaled_product(a, b, is_backward or self.promotes_forward)
 
     def values(self, operand: Tensor) -> Tensor:
         """Return the values of a quantized operand: float32 [rows, columns]."""
@@ -437,7 +436,7 @@ class _LinearProducts(torch.autograd.Function):
     ) -> Tensor:
         inputs, inputs_for_grad = quantizers.input.quantize(rows.float())
         weights, weights_for_grad = quantizers.weight.quantize(weight.float())
-        output = quantizers.forward_product(inputs, weights)
+        output = quantizers.product(inputs, weights)
         if bias is not None:
             output = output + bias.float()
         if quantizers.backward == "high_precision":
@@ -463,7 +462,7 @@ class _LinearProducts(torch.autograd.Function):
         else:
             grad_for_input, grad_for_weight = ctx.quantizers.grad.quantize(wide)
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        multiply = ctx.quantizers.backward_product
+        multiply = partial(ctx.quantizers.product, is_backward=True)
         input_grad = weight_grad = bias_grad = None
         if wants_input:
             input_grad = multiply(grad_for_input, weights.mT).to(ctx.input_dtype)
