@@ -340,7 +340,10 @@ class WideTrial(TorchFunctionMode):
             if not origins:
                 raise
             self.refused |= origins
-            args, kwargs = tree_map(self._narrowed, (args, kwargs))
+            args, kwargs = tree_map(
+                lambda value: value.to(self._storage) if id(value) in self._origins else value,
+                (args, kwargs),
+            )
             return func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype in _INTEGERS:
             self.indices |= origins
@@ -368,9 +371,6 @@ class WideTrial(TorchFunctionMode):
             if is_coarse and narrow.unique().numel() < result.unique().numel():
                 self.losing.add(running[-1])
         return is_made
-
-    def _narrowed(self, value: Any) -> Any:
-        return value.to(self._storage) if id(value) in self._origins else value
 
 
 def find_wide_values(

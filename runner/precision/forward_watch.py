@@ -245,7 +245,10 @@ class ForwardWatch(TorchFunctionMode):
         if is_in_layer or not is_in_model:
             return func(*args, **(kwargs or {}))
         # What a packed layer shows to others is followed as the packed weight itself.
-        arguments = tree_map(_shown_codes, (args, kwargs or {}))
+        arguments = tree_map(
+            lambda leaf: leaf.layer.codes if isinstance(leaf, PackedWeight) else leaf,
+            (args, kwargs or {}),
+        )
         names = {self._layer_of(leaf) for leaf in tree_leaves(arguments)} - {""}
         for forward in self._running:
             names -= forward.holds
@@ -271,7 +274,3 @@ class ForwardWatch(TorchFunctionMode):
         if not name or tensor_facts.is_sharded(leaf):
             return ""
         return name if self.layers[name]._parameters.get("weight") is leaf else ""
-
-
-def _shown_codes(leaf: Any) -> Any:
-    return leaf.layer.codes if isinstance(leaf, PackedWeight) else leaf
