@@ -5,6 +5,7 @@ and cannot be imported without its compiled part. So the schema is here, and eve
 """
 
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -38,8 +39,8 @@ class RecipeKey:
 
 def _one_of(*values: Any) -> RecipeKey:
     """Return a key that takes one of these values, the first by default."""
-    spelling = {"None": "null", "True": "true", "False": "false"}
-    allowed = ", ".join(spelling.get(str(value), str(value)) for value in values)
+    # JSON spells null, true and false as YAML does.
+    allowed = ", ".join(json.dumps(value).strip('"') for value in values)
 
     def is_allowed(given: Any) -> bool:
         # With its type: in Python 1 equals true.

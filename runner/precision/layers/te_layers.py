@@ -174,9 +174,9 @@ def te_obstacle(module: nn.Module, multiple: int) -> str:
     assert isinstance(module, nn.LayerNorm)
     if len(module.normalized_shape) > 1:
         return f"normalises over {len(module.normalized_shape)} dimensions"
-    if module.weight is None or module.bias is None:
-        return "has no weight" if module.weight is None else "has no bias"
-    return ""
+    if module.weight is None:
+        return "has no weight"
+    return "has no bias" if module.bias is None else ""
 
 
 def _to_linear(module: nn.Module, te: Any, multiple: int, norm: nn.Module | None = None) -> None:
@@ -193,7 +193,7 @@ def _to_linear(module: nn.Module, te: Any, multiple: int, norm: nn.Module | None
     else:
         made = te.LayerNormLinear(into, out, eps=norm.eps, **options)
         made._norm = (norm,)
-        plain = _original_class(module)
+        plain = type(module).__bases__[-1]  # the class that it had
         kind = layer_class("TELayerNormLinear", FusedNormLinear, te.LayerNormLinear, plain)
     made._multiple = multiple
     if is_transposed(module):
@@ -227,18 +227,13 @@ def _fuse(model: nn.Module, report: ConversionReport, te: Any, multiple: int) ->
         norm_module = converted[norm]
         _to_linear(converted[linear], te, multiple, norm_module)
         # The norm passes its input from now on.
-        plain = _original_class(norm_module)
+        plain = type(norm_module).__bases__[-1]
         norm_module.__class__ = layer_class("PostponedLayerNorm", DeferredNorm, plain)
         norm_module._passed_input = None  # type: ignore[assignment]
         remarks[norm] = f"computed in {linear}"
         remarks[linear] = f"computes {norm} too"
     rows = (replace(row, why=remarks.get(row.module, row.why)) for row in report.modules)
     return ConversionReport(tuple(rows))
-
-
-def _original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a converted module had."""
-    return type(module).__bases__[-1]
 
 
 def find_pairs(
