@@ -24,8 +24,8 @@ def test_the_switches_are_restored_after_an_exception(before):
     torch.backends.cudnn.allow_tf32 = before[1]
     try:
         for precision in ("highest", "high"):
+            chosen = registry.load_precision("32-true", float32_matmul=precision)
             with pytest.raises(RuntimeError, match="inside"):
-                chosen = registry.load_precision("32-true", float32_matmul=precision)
                 raise_inside(chosen.session(nn.Linear(2, 2), CPU))
             assert switches() == before
     finally:
