@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConversionPlan, ConversionReport, Precision, tensor_facts
-from runner.core.policy.precision import NO_PLAN
-from runner.core.policy.sessions import Session, Switches, open_session
+from runner.core import ConversionPlan, ConversionReport, Precision, sessions, tensor_facts
 from runner.precision.casting import autocast, cast_fields, cast_floats, cast_nest, default_dtype
 from runner.precision.emulation.cpu_kernels import KernelChoice, choose_kernels
 from runner.precision.emulation.formats import FP8_ROUNDOFFS
@@ -55,14 +53,14 @@ class BasePrecision(Precision):
             yield
             return
         wanted = self._switches(model, device)
-        with open_session(Session(self.name, wanted, switched(wanted, model))):
+        with sessions.open_session(sessions.Session(self.name, wanted, switched(wanted, model))):
             yield
 
     def convert(
         self,
         model: nn.Module,
         device: torch.device = tensor_facts.CPU_DEVICE,
-        plan: ConversionPlan = NO_PLAN,
+        plan: ConversionPlan = ConversionPlan(),
     ) -> tuple[nn.Module, ConversionReport]:
         self._check_model(model)
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
@@ -75,14 +73,14 @@ class BasePrecision(Precision):
         """Raise ConfigError for a model that cannot be converted."""
 
     def forward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         if self.has_autocast:
             return autocast(device.type, self.compute, plan.caches_casts)
         return self._default_dtype(plan)
 
     def backward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         return self._default_dtype(plan)
 
@@ -93,7 +91,7 @@ class BasePrecision(Precision):
             return _NO_CONTEXT
         return default_dtype(self.storage)
 
-    def cast(self, inputs: Any, plan: ConversionPlan = NO_PLAN) -> Any:
+    def cast(self, inputs: Any, plan: ConversionPlan = ConversionPlan()) -> Any:
         return cast_fields(inputs, self.storage, plan.wide_inputs)
 
     def cast_target(self, target: Any) -> Any:
@@ -107,7 +105,7 @@ class BasePrecision(Precision):
     def kernels(self, model: nn.Module, device: torch.device) -> str:
         return self._switches(model, device).kernels if self.float32_matmul else ""
 
-    def _switches(self, model: nn.Module, device: torch.device) -> Switches:
+    def _switches(self, model: nn.Module, device: torch.device) -> sessions.Switches:
         """Return what a session switches, so that products are computed as the keys say."""
         kernels = ""
         matmul = self.float32_matmul
@@ -138,7 +136,9 @@ class BasePrecision(Precision):
         concerning: set[Hashable] = {"tf32", self.storage, self.compute}
         if self.has_autocast:
             concerning |= {"cuda_casts", "grouped_casts"}  # without autocast they change nothing
-        return Switches(matmul, self.reduced_precision_reduction, replaced, concerning, kernels)
+        return sessions.Switches(
+            matmul, self.reduced_precision_reduction, replaced, concerning, kernels
+        )
 
     def _product_problems(self) -> list[str]:
         """Return a sentence for each value that is not allowed, of the keys that say how products

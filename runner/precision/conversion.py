@@ -17,9 +17,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from runner.core import ConfigError, ConversionPlan, ConversionReport, Fate, module_tree
-from runner.core.policy.conversion_report import ModuleConversion, summarize_modules
-from runner.core.policy.precision import NO_PLAN
+from runner.core import (
+    ConfigError,
+    ConversionPlan,
+    ConversionReport,
+    Fate,
+    ModuleConversion,
+    module_tree,
+)
 from runner.precision.keep_fp32 import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
@@ -70,7 +75,7 @@ class ConversionRules:
     skips_shared: bool = False
     kept: Collection[str] = ()
     experts: Mapping[str, bool] = field(default_factory=dict)
-    plan: ConversionPlan = NO_PLAN
+    plan: ConversionPlan = ConversionPlan()
 
     def stacks(self, path: str, module: nn.Module) -> dict[str, bool]:
         """Return the stacked weights of experts that a module holds, by name, and whether each is
@@ -410,7 +415,7 @@ def _check_conversion(
     weight would not have."""
     if not chosen:
         no_layer = "it has no layer of a kind that it converts"
-        reasons = summarize_modules(report.modules) or [no_layer]
+        reasons = report.summaries() or [no_layer]
         if len(reasons) > 4:
             reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
         _, weights = report.weight_counts

@@ -1,15 +1,15 @@
 """Share the conversion of linear layers among the precisions that replace them."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from runner.core import ConversionPlan, ConversionReport, tensor_facts
-from runner.core.policy.precision import NO_PLAN, ComputeFormat
 from runner.precision.base import BasePrecision
 from runner.precision.casting import cast_floats
 from runner.precision.conversion import (
@@ -23,7 +23,7 @@ from runner.precision.layers.conv1d import linear_classes
 
 # Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
 # and e5m2, which the others take, is wider.
-FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
+FP8_LAYERS = {"float8_e4m3fn": ("activations", "weights", "gradients")}
 
 
 class ConvertingPrecision(BasePrecision):
@@ -49,7 +49,7 @@ class ConvertingPrecision(BasePrecision):
     keeps_dtypes: bool = False
     skips_shared: bool = False
     layers_compute_in: str = ""
-    layer_formats: tuple[ComputeFormat, ...] = ()
+    layer_formats: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     @abstractmethod
     def find_obstacle(self, module: nn.Module) -> str:
@@ -73,7 +73,7 @@ class ConvertingPrecision(BasePrecision):
         self,
         model: nn.Module,
         device: torch.device = tensor_facts.CPU_DEVICE,
-        plan: ConversionPlan = NO_PLAN,
+        plan: ConversionPlan = ConversionPlan(),
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
@@ -105,5 +105,5 @@ class ConvertingPrecision(BasePrecision):
         return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
 
     @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        return (*self.layer_formats, *super().formats)
+    def formats(self) -> Mapping[str, Sequence[str]]:
+        return {**self.layer_formats, **super().formats}

@@ -12,8 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core import Unavailable, refuse, suppress_warnings
-from runner.core.base.tpu import is_tpu
+from runner.core import Unavailable, accelerators, refuse, terminal
 from runner.precision import devices, options
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class, layer_class, replace_in_place
@@ -67,7 +66,7 @@ class Float8Precision(ConvertingPrecision):
     """
 
     layers_compute_in = "FP8"
-    layer_formats = (FP8_LAYERS,)
+    layer_formats = FP8_LAYERS
     name: str
     recipe: str
     weights: str = "float32"
@@ -111,7 +110,7 @@ class Float8Precision(ConvertingPrecision):
         if device.type == "mps":
             # It lacks the float64 in which scales are computed, too.
             where_and_why = "mps, not even emulated: it has no FP8 dtypes"
-        elif is_tpu(device):
+        elif accelerators.is_tpu(device):
             where_and_why = "a TPU, not even emulated: its recipes are those of NVIDIA GPUs"
         if where_and_why:
             raise Unavailable(
@@ -147,13 +146,13 @@ class Float8Precision(ConvertingPrecision):
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         if self._is_mx:
-            with suppress_warnings():
+            with terminal.suppress_warnings():
                 from runner.precision.layers.mxfp8_linear import Mxfp8Linear, Mxfp8Product
 
             product = Mxfp8Product(self.emulated, self.recipe == "mxfp8_rceil_wgrad_with_hp")
             change_class(module, Mxfp8Linear, product=product)
             return
-        with suppress_warnings():
+        with terminal.suppress_warnings():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulated)

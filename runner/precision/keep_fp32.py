@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConfigError, fmt, module_tree, suppress_warnings, tensor_facts
-from runner.core.base.module_tape import is_in_backward
+from runner.core import ConfigError, fmt, module_tape, module_tree, tensor_facts, terminal
 from runner.precision.casting import DefaultDtype, cast_fields, cast_floats, cast_nest, cast_tensor
 
 _CPU = torch.device("cpu")
@@ -128,11 +127,11 @@ class _RecomputationDtype(DefaultDtype):
                 part.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if is_in_backward():
+        if module_tape.is_in_backward():
             self.__enter__()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_in_backward():
+        if module_tape.is_in_backward():
             self.__exit__()
 
 
@@ -222,7 +221,7 @@ def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
     default dtype is the storage dtype."""
     try:
         # Without memory, as transformers' own loading builds it first.
-        with torch.device("meta"), torch.random.fork_rng(devices=[]), suppress_warnings():
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), terminal.suppress_warnings():
             built = type(model)._from_config(deepcopy(model.config), dtype=storage)
     except Exception:
         # A class of one's own may take more than a config. Every architecture has these in float32.

@@ -6,8 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from runner.core import random_streams
-from runner.core.policy.sessions import Switches
+from runner.core import random_streams, sessions
 from runner.precision.emulation.cpu_kernels import float32_accumulate, tf32_products
 from runner.precision.emulation.cuda_autocast import cuda_casts
 from runner.precision.emulation.grouped_casts import grouped_casts
@@ -18,7 +17,7 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul
 
 
 @contextmanager
-def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
+def switched(switches: sessions.Switches, model: nn.Module) -> Iterator[None]:
     """Return the context in which switches are set."""
     with ExitStack() as stack:
         stack.enter_context(float32_matmul(switches.float32_matmul))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.core import ConversionPlan, ConversionReport, Strategy, Unavailable, refuse
-from runner.core.policy.precision import NO_PLAN
 from runner.precision import options, te_recipes
 from runner.precision.casting import DefaultDtype
 from runner.precision.conversion import ROOT_NAME, ConversionRules
@@ -68,7 +67,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     """
 
     layers_compute_in = "FP8"
-    layer_formats = (FP8_LAYERS,)
+    layer_formats = FP8_LAYERS
     float32_matmul = "highest"
     cpu_float16 = "native"
     name: str
@@ -159,7 +158,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         return (-1, 0)
 
     def forward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         # Elsewhere the library's products cannot run.
         if not (self.emulated or self._on_hardware(device)):
@@ -170,7 +169,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         return self._contexts[dtype]
 
     def backward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         # Entering the library's context again would move the scales of delayed scaling; a layer
         # that is recomputed there raises (refuse_recompute).

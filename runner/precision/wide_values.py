@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.core import ConfigError, ConversionPlan, ModuleTape, Precision, fmt, tensor_facts
-from runner.core.base.module_tape import ROOT
+from runner.core import ConfigError, ConversionPlan, Precision, fmt, module_tape, tensor_facts
 from runner.precision.casting import fields_of, is_wider, lost_whole_number
 from runner.precision.forward_watch import ForwardWatch, ModelTrial
 from runner.precision.keep_fp32 import KeptInFloat32, double_parts
@@ -51,14 +50,14 @@ class WideTrial(TorchFunctionMode):
         is_half = storage.itemsize == 2
         self._storage = storage
         self._makes_float32 = makes_float32
-        named = [(name or ROOT, module) for name, module in model.named_modules()]
+        named = [(name or module_tape.ROOT, module) for name, module in model.named_modules()]
         self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
         self.parts = {} if storage is torch.float64 else double_parts(model)
         self._origins: dict[int, tuple[Tensor, set[Any]]] = {}  # by id of the tensor, kept alive
         self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
         self.found, self.refused, self.indices = set[Any](), set[Any](), set[Any]()
         self.losing = set[str]()
-        self._tape = ModuleTape()
+        self._tape = module_tape.ModuleTape()
         for name, module in named:
             self._tape.watch_calls(name, module, end=self._note_outputs)
         for kept in self._kept.values():

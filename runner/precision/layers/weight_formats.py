@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core import suppress_warnings
+from runner.core import terminal
 from runner.precision.emulation.formats import E2M1
 from runner.precision.emulation.quantizers import Nvfp4Quantizer
 
@@ -242,7 +242,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 def _import_torchao() -> Any:
     """Import torchao.quantization, with fake quantisers as its `qat`, and return it."""
-    with suppress_warnings():
+    with terminal.suppress_warnings():
         import torchao.quantization.qat
 
     return torchao.quantization
@@ -260,7 +260,7 @@ def _quantize(weight: Tensor, config: Any) -> Any:
     layer = nn.Linear(into, out, bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach().contiguous())
     quantization = _import_torchao()
-    with suppress_warnings():  # it imports its kernels when it is first called
+    with terminal.suppress_warnings():  # it imports its kernels when it is first called
         quantization.quantize_(nn.Sequential(layer), config)
     return layer.weight
 
