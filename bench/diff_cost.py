@@ -24,9 +24,9 @@ from bench.common import interleave, parse_options, table, write
 from bench.training import CPU, VOCABULARY, random_tokens
 from models.gpt import GPT
 from runner.core.config.schema import RunSpec
-from runner.core.loop.state import TrainState
 from runner.core.loop.step import train_step
-from runner.core.run.context import TrainingSetup
+from runner.core.loop.train_state import TrainState
+from runner.core.run.run_context import TrainingSetup
 from runner.diagnostics.divergence.compare import compare_batch
 from runner.diagnostics.divergence.roundoffs import Execution
 from runner.precision.registry import load_precision

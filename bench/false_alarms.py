@@ -18,10 +18,8 @@ import torch
 from bench.common import parse_options, table, write
 from bench.training import CPU, training_state
 from models.mlp import MLP
-from runner.core.config.schema import TrainSpec
-from runner.core.loop.loop import fit
-from runner.core.loop.records import EvalRecord
-from runner.core.record.metric_names import VAL_LOSS
+from runner.core import TrainSpec, metric_names, training_loop
+from runner.core.loop.step_records import EvalRecord
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader
 from runner.precision.registry import load_precision
@@ -55,8 +53,8 @@ def validation_loss(seed: int, nudge: int = 0, steps: int = 60) -> float:
     loader = Loader(SPLITS.train, 32, shuffle=True, seed=seed, device=CPU)
     validation = Loader(SPLITS.val, 512, shuffle=False, seed=0, device=CPU)
     train = TrainSpec(max_steps=steps, eval_every=steps, log_every=steps)
-    records = fit(state, loader, validation, train)
-    return next(r.metrics[VAL_LOSS] for r in records if isinstance(r, EvalRecord))
+    records = training_loop.fit(state, loader, validation, train)
+    return next(r.metrics[metric_names.VAL_LOSS] for r in records if isinstance(r, EvalRecord))
 
 
 def count_trained(comparisons: int, paired: bool) -> Counter[str]:

@@ -19,13 +19,13 @@ from hydra import compose, initialize_config_module
 from bench.common import RESULTS, parse_options, table, versions, write, write_rows
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema, resolve_spec
+from runner.core import training_loop
 from runner.core.base.errors import RunnerError
 from runner.core.base.random_streams import seed_all
 from runner.core.base.tensor_facts import MIB
 from runner.core.config.schema import RunSpec
 from runner.core.config.targets import build_group
-from runner.core.loop.loop import fit
-from runner.core.loop.state import TrainState
+from runner.core.loop.train_state import TrainState
 from runner.core.policy.precision import Precision
 from runner.data.build import build_data, build_run_loaders
 from runner.data.loader import Loader
@@ -131,7 +131,7 @@ def train(
     with precision.session(model, device):
         state = TrainState(model, precision, task, precision.scale(device), optimizers, device)
         prepare_model(spec, precision, device, model)
-        for _ in fit(state, *loaders, spec.train):
+        for _ in training_loop.fit(state, *loaders, spec.train):
             pass
 
 

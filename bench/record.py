@@ -37,8 +37,8 @@ from bench.training import CPU
 from runner.core.base.accelerators import Accelerator
 from runner.core.base.layout import HISTORY
 from runner.core.loop.callback import RunHandle
-from runner.core.loop.records import StepRecord
-from runner.core.loop.state import TrainState
+from runner.core.loop.step_records import StepRecord
+from runner.core.loop.train_state import TrainState
 from runner.core.record.tracker import RunInfo, RunOutput
 from runner.output.console import plain_console
 from runner.precision.registry import load_precision

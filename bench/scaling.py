@@ -31,11 +31,10 @@ from torch.utils.data import TensorDataset
 from bench.common import ROOT, parse_options, table, write
 from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
+from runner.core import TrainSpec, training_loop
 from runner.core.base.accelerators import Accelerator
 from runner.core.base.tensor_facts import MIB
 from runner.core.base.torchrun import ProcessRank
-from runner.core.config.schema import TrainSpec
-from runner.core.loop.loop import fit
 from runner.core.loop.strategy import Single, Strategy
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision.registry import load_precision
@@ -154,7 +153,7 @@ class Training:
         batch = EXAMPLES * rank.world_size
         loader = Loader(data, batch, shuffle=True, seed=0, device=CPU, options=options)
         train = TrainSpec(max_steps=10**9, eval_every=10**9, log_every=STEPS)
-        self.records: Any = fit(self.state, loader, loader, train)
+        self.records: Any = training_loop.fit(self.state, loader, loader, train)
 
     def session(self) -> AbstractContextManager[object]:
         """Return the context of the precision's kernels."""

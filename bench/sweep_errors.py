@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 from bench.common import parse_options, table, write
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.report.conclusion import device_answers
 from runner.sweeps.verdict.compare import BASELINE, compare_with_baselines
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.task import Task
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.core.policy.precision import Precision
 from runner.training.own_state import own_hooks
 

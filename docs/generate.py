@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 
 from runner.cli.main import option_note
 from runner.config.commands import COMMANDS
+from runner.core import Room
 from runner.core.base.errors import Unavailable
-from runner.core.config.room import section_texts, sections
 from runner.core.config.schema import RunSpec
 from runner.core.record.metric_names import METRICS
 from runner.precision.registry import load_precision, precision_names, yaml_header
@@ -145,11 +145,11 @@ def keys() -> str:
     """Return the table of keys, with the texts of the schema's docstrings."""
     install_rooms()
     rows = key_rows("", RunSpec())
-    for name, kind in sections().items():
+    for name, kind in Room.all_sections().items():
         if is_dataclass(kind):
             rows += key_rows(f"{name}.", kind())
         else:
-            rows.append([f"`{name}`", type_name(kind), "`null`", section_texts()[name]])
+            rows.append([f"`{name}`", type_name(kind), "`null`", Room.all_texts()[name]])
     return table(["key", "type", "default", "meaning"], rows)
 
 

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from runner.api.sweeps import SweepResult as SweepResult
     from runner.api.sweeps import advise as advise
     from runner.api.sweeps import sweep as sweep
-    from runner.core.base.errors import ConfigError as ConfigError
-    from runner.core.base.errors import RunnerError as RunnerError
-    from runner.core.base.errors import Unavailable as Unavailable
-    from runner.core.config.schema import RunSpec as RunSpec
-    from runner.core.loop.callback import RunCallback as RunCallback
+    from runner.core import ConfigError as ConfigError
+    from runner.core import RunCallback as RunCallback
+    from runner.core import RunnerError as RunnerError
+    from runner.core import RunSpec as RunSpec
+    from runner.core import Unavailable as Unavailable
     from runner.sweeps.verdict.ranking import Advice as Advice
 
 _MODULES = {
     "Advice": "runner.sweeps.verdict.ranking",
-    "ConfigError": "runner.core.base.errors",
-    "RunCallback": "runner.core.loop.callback",
+    "ConfigError": "runner.core",
+    "RunCallback": "runner.core",
     "RunResult": "runner.api.results",
-    "RunSpec": "runner.core.config.schema",
-    "RunnerError": "runner.core.base.errors",
+    "RunSpec": "runner.core",
+    "RunnerError": "runner.core",
     "SweepResult": "runner.api.sweeps",
-    "Unavailable": "runner.core.base.errors",
+    "Unavailable": "runner.core",
     "advise": "runner.api.sweeps",
     "compose": "runner.api.composition",
     "load": "runner.api.loading",

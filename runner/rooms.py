@@ -1,6 +1,6 @@
 """The rooms of the runner. This is the only module that knows all of them."""
 
-from runner.core.config.room import install
+from runner.core import Room
 from runner.data.room import ROOM as DATA
 from runner.diagnostics.room import ROOM as DIAGNOSTICS
 from runner.modes.room import ROOM as MODES
@@ -13,4 +13,4 @@ ROOMS = (MODES, DIAGNOSTICS, SWEEPS, DATA, PRECISION, TRAINING)
 
 def install_rooms() -> None:
     """Have this process know all rooms."""
-    install(ROOMS)
+    Room.install(ROOMS)

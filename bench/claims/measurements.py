@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.gpt import GPT
-from runner.core.base.library_warnings import suppress_warnings
+from runner.core import terminal
 from runner.core.base.tensor_facts import CPU_DEVICE, dtype_name, stored_bytes
 from runner.data.datasets.digits import digits
 from runner.precision.emulation.formats import (
@@ -170,7 +170,7 @@ def nf4_error() -> Values:
 
 def nvfp4_error() -> Values:
     """Measure the errors of MXFP4 (torchao's) and NVFP4 (this runner's) on normal weights."""
-    with suppress_warnings():
+    with terminal.suppress_warnings():
         from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
         weight = _normal_weight()

@@ -15,7 +15,7 @@ from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, check_config_dir, rewrite_arguments
 from runner.config.resolve import check_run_keys, register_schema, resolve_spec
-from runner.core import ConfigError, Invocation, RunSpec, fmt, mode_named, secrets, torchrun
+from runner.core import ConfigError, Invocation, Mode, RunSpec, fmt, secrets, torchrun
 from runner.rooms import install_rooms
 
 
@@ -53,7 +53,7 @@ def compose_run(
     words = check_texts(overrides)
     for word in words:
         key, _, value = word.partition("=")
-        advises = key == "mode" and mode_named(value).chooses_jobs
+        advises = key == "mode" and Mode.named(value).chooses_jobs
         if advises or key == "hydra.mode" or key.partition(".")[0] == "sweep":
             function = "advise" if value == "advise" else "sweep"
             raise ConfigError(f"{word} describes several runs. Call runner.{function}([...]).")

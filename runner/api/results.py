@@ -5,8 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.core import ConfigError, checkpoint_file, terminal
-from runner.core.run import result as run_result
+from runner.core import ConfigError, checkpoint_file, run_result, terminal
 from runner.tracking import history
 from runner.tracking.result_table import page_lines, result_rows, table_rows
 

@@ -23,13 +23,12 @@ from runner.core import (
     RunSpec,
     checkpoint_file,
     layout,
+    run_result,
     run_spec,
+    sessions,
     stop_signals,
     torchrun,
 )
-from runner.core.config.schema import AUTO
-from runner.core.policy.sessions import one_run
-from runner.core.run import result as run_result
 from runner.output.console import plain_console, silent_console
 from runner.output.lasting_output import lasting_output
 from runner.output.notebook_log import folded_log
@@ -90,7 +89,7 @@ def run(  # noqa: PLR0913
     console = silent_console() if quiet else plain_console()
     # Before the command is composed, for Hydra's state is the process's, too.
     print_line = partial(console.print, markup=False)
-    with folded_log() as log, one_run(print_line), given_objects(objects):
+    with folded_log() as log, sessions.one_run(print_line), given_objects(objects):
         if isinstance(what, RunSpec):
             if config_dir is not None:
                 raise ConfigError("A spec is composed already. Give config_dir to runner.compose.")
@@ -115,7 +114,7 @@ def _run_composed(
             check_new_folder(folder)
         torchrun.publish(torchrun.START_KEY, folder)
         # All processes find a result.
-        if spec.checkpoint.resume == AUTO:
+        if spec.checkpoint.resume == RunSpec.AUTO:
             finished = final_result(folder, invocation.overrides)
             if finished is not None:
                 return finished

@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any
 from runner import __version__
 from runner.config import commands
 from runner.config.overrides import check_config_dir, config_dir, rewrite_arguments
-from runner.core import ConfigError, RunnerError, files, layout, stop_signals, terminal, torchrun
-from runner.core.config.room import modes
+from runner.core import (
+    ConfigError,
+    Mode,
+    RunnerError,
+    files,
+    layout,
+    stop_signals,
+    terminal,
+    torchrun,
+)
 from runner.rooms import install_rooms
 from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep, print_error_once
 
@@ -119,7 +127,7 @@ def option_note(path: Path) -> str:
 def _print_completions(line: str) -> None:
     """Print the commands and modes that complete a typed line; Hydra knows options and keys."""
     *typed, word = line.removeprefix("python -m ").split(" ")
-    offered = [f"mode={mode}" for mode in modes()]
+    offered = [f"mode={mode}" for mode in Mode.all()]
     if len(typed) == 1:
         offered += commands.COMMANDS
     print("\n".join(text for text in offered if text.startswith(word)), flush=True)

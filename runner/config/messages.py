@@ -20,8 +20,7 @@ from yaml import YAMLError
 
 from runner.config.commands import COMMANDS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
-from runner.core import errors, layout, terminal
-from runner.core.config.annotations import annotation_words
+from runner.core import errors, fmt, layout, terminal
 
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
@@ -166,7 +165,7 @@ def _wrong_value(error: ValidationError, argv: Sequence[str]) -> str:
         hint = get_type_hints(error.object_type)[full.rpartition(".")[2]]
     except (KeyError, TypeError):
         return f"{given}: {errors.first_line(error)}."
-    allowed = annotation_words(hint)
+    allowed = fmt.annotation_words(hint)
     if is_dataclass(hint) or get_origin(hint) is dict:
         allowed = f"keys under it, {full}.<key>=<value>"
     return f"{given} does not fit. Allowed: {allowed}."

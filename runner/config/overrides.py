@@ -10,9 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from runner.config.hydra_plugins import set_plugin_folders
-from runner.core import ConfigError, RunSpec, files, fmt, layout, terminal, torchrun
-from runner.core.config.room import sections
-from runner.core.config.schema import PRECISION_ALIASES
+from runner.core import ConfigError, Room, RunSpec, files, fmt, layout, terminal, torchrun
 
 _ALIAS = re.compile(r"(^|[\s,\[{])\*[^\s*]", re.MULTILINE)
 YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
@@ -125,7 +123,9 @@ def _override_of_option(flag: str, value: str) -> str:
         ConfigError: the config has a key of that name.
     """
     name = flag.lstrip("-").replace("-", "_")
-    if name.partition(".")[0] in {*RunSpec.__dataclass_fields__, *sections()} - {"sections"}:
+    if name.partition(".")[0] in {*RunSpec.__dataclass_fields__, *Room.all_sections()} - {
+        "sections"
+    }:
         raise ConfigError(f"{flag} is no option here. Type {name}={value or '<value>'}.")
     return f"{name}={value}"
 
@@ -196,7 +196,7 @@ def _quote_option(text: str) -> str:
         option = name.strip()
         if match["group"] == "precision":
             # precision='16' is a short name, too.
-            option = PRECISION_ALIASES.get(option.strip("\"'"), option)
+            option = RunSpec.PRECISION_ALIASES.get(option.strip("\"'"), option)
         names.append(f"'{option}'" if _NOT_TEXT.match(option) else option)
     values = ",".join(names)
     return f"{match['plus']}{match['group']}={match['call'] or ''}{values}{match['end'] or ''}"

@@ -25,9 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.hydra_plugins import REMOTE, register_plugins
 from runner.config.messages import explain, has_key, precisions_with_key, unknown_key
 from runner.config.overrides import override_texts
-from runner.core import ConfigError, RunSpec, layout, refuse
-from runner.core.config.room import sections
-from runner.core.config.schema import leaves
+from runner.core import ConfigError, Room, RunSpec, fmt, layout, refuse
 
 
 @cache
@@ -55,7 +53,7 @@ def _config_class() -> type:
     of its `sections`."""
     own = [(part.name, part.type, part) for part in fields(RunSpec) if part.name != "sections"]
     added = []
-    for key, kind in sections().items():
+    for key, kind in Room.all_sections().items():
         is_section = isinstance(kind, type) and is_dataclass(kind)
         added.append((key, kind, field(default_factory=kind) if is_section else None))
     return make_dataclass("Config", [*own, *added])
@@ -82,7 +80,7 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     """
     # OmegaConf.missing_keys raises an error for an interpolation of a missing value.
     values = OmegaConf.to_container(config)
-    missing = sorted(key for key, value in leaves(values) if value == "???")
+    missing = sorted(key for key, value in fmt.leaves(values) if value == "???")
     if not allow_unresolved:
         refuse(f"{key} has no value. Type {key}=<value>." for key in missing)
     # Without the schema's types: the merge below names a key whose value does not fit.
@@ -103,7 +101,7 @@ def resolve_spec(config: DictConfig, allow_unresolved: bool = False) -> RunSpec:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error
     parts = dict(vars(made))
-    own = {key: parts.pop(key) for key in sections()}
+    own = {key: parts.pop(key) for key in Room.all_sections()}
     return RunSpec(**parts, sections=own)
 
 

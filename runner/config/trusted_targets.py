@@ -25,14 +25,12 @@ from runner.core import (
     LoadedCheckpoint,
     checkpoint_file,
     files,
+    fmt,
     layout,
     refuse,
     signature,
     targets,
 )
-from runner.core.config.instantiation import LEADING_COUNTS, metric_items
-from runner.core.config.schema import leaves
-from runner.core.config.signature import is_signed
 
 _MODEL_FUNCTIONS = ("runner.models.", "torchvision.models.")
 """Packages whose functions return models."""
@@ -117,7 +115,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
 
 def masked_keys(name: str, value: Any) -> Iterator[str]:
     """Yield the dotted keys of values that were masked in a checkpoint (see utils/secrets.py)."""
-    for key, leaf in leaves(value, name):
+    for key, leaf in fmt.leaves(value, name):
         if "***" in str(leaf):  # a list is one leaf
             yield key
 
@@ -198,7 +196,9 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
     signed = None
     with suppress(OSError, ValueError):
         signed = files.read_json(folder / layout.SIGNATURE)
-    is_own = isinstance(signed, dict) and is_signed(layout.CONFIG, text, signed.get("config"))
+    is_own = isinstance(signed, dict) and signature.is_signed(
+        layout.CONFIG, text, signed.get("config")
+    )
     return SavedConfig(values, folder, key, is_own)
 
 
@@ -213,8 +213,8 @@ def text_targets(group: str, node: Any) -> list[tuple[str, str]]:
     if not isinstance(node, Mapping):
         return []
     if group == "data":
-        values = [(f"data.{key}", node.get(key)) for key in LEADING_COUNTS]
+        values = [(f"data.{key}", node.get(key)) for key in targets.LEADING_COUNTS]
     if group == "task":
         values = [(f"task.{key}", node.get(key)) for key in ("loss", "after_evaluation")]
-        values += [(item.key, item.value) for item in metric_items(node.get("metrics"))]
+        values += [(item.key, item.value) for item in targets.metric_items(node.get("metrics"))]
     return [(key, value) for key, value in values if isinstance(value, str)]

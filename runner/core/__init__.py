@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from runner.core.base import files as files
     from runner.core.base import fmt as fmt
     from runner.core.base import layout as layout
+    from runner.core.base import module_tape as module_tape
     from runner.core.base import module_tree as module_tree
     from runner.core.base import random_streams as random_streams
     from runner.core.base import secrets as secrets
@@ -26,112 +27,111 @@ if TYPE_CHECKING:
     from runner.core.base.errors import RunnerError as RunnerError
     from runner.core.base.errors import Unavailable as Unavailable
     from runner.core.base.errors import refuse as refuse
-    from runner.core.base.library_warnings import suppress_warnings as suppress_warnings
-    from runner.core.base.module_tape import ModuleTape as ModuleTape
     from runner.core.config import signature as signature
     from runner.core.config import targets as targets
     from runner.core.config.invocation import Invocation as Invocation
     from runner.core.config.room import Mode as Mode
     from runner.core.config.room import Room as Room
-    from runner.core.config.room import mode_named as mode_named
     from runner.core.config.schema import RunSpec as RunSpec
-    from runner.core.loop.batches import Batch as Batch
-    from runner.core.loop.batches import KeywordInputs as KeywordInputs
-    from runner.core.loop.batches import PositionalInputs as PositionalInputs
+    from runner.core.config.schema import TrainSpec as TrainSpec
+    from runner.core.loop import batch_layout as batch_layout
+    from runner.core.loop import model_call as model_call
+    from runner.core.loop import step_records as step_records
+    from runner.core.loop import train_state as train_state
+    from runner.core.loop import training_loop as training_loop
+    from runner.core.loop.batch_layout import Batch as Batch
     from runner.core.loop.callback import RunCallback as RunCallback
     from runner.core.loop.callback import RunHandle as RunHandle
-    from runner.core.loop.callback import TrainingEnd as TrainingEnd
-    from runner.core.loop.model_call import call_model as call_model
-    from runner.core.loop.records import EvalRecord as EvalRecord
-    from runner.core.loop.records import StepRecord as StepRecord
-    from runner.core.loop.state import ScheduledOptimizer as ScheduledOptimizer
-    from runner.core.loop.state import TrainState as TrainState
     from runner.core.loop.step import backpropagate as backpropagate
     from runner.core.loop.step import loss_of as loss_of
     from runner.core.loop.step import train_step as train_step
     from runner.core.loop.strategy import Strategy as Strategy
     from runner.core.loop.task import Task as Task
+    from runner.core.loop.train_state import TrainState as TrainState
+    from runner.core.policy import gradients as gradients
+    from runner.core.policy import sessions as sessions
     from runner.core.policy.conversion_report import ConversionReport as ConversionReport
     from runner.core.policy.conversion_report import Fate as Fate
+    from runner.core.policy.conversion_report import ModuleConversion as ModuleConversion
     from runner.core.policy.loss_scale import LossScale as LossScale
-    from runner.core.policy.loss_scale import NoLossScale as NoLossScale
     from runner.core.policy.precision import ConversionPlan as ConversionPlan
     from runner.core.policy.precision import Precision as Precision
     from runner.core.record import checkpoint_file as checkpoint_file
     from runner.core.record import journals as journals
+    from runner.core.record import metric_names as metric_names
     from runner.core.record.checkpoint_file import LoadedCheckpoint as LoadedCheckpoint
-    from runner.core.record.metric_names import VAL_LOSS as VAL_LOSS
+    from runner.core.record.tracker import Console as Console
     from runner.core.record.tracker import RunInfo as RunInfo
     from runner.core.record.tracker import RunOutput as RunOutput
     from runner.core.record.tracker import Tracker as Tracker
-    from runner.core.run.context import PlannedRun as PlannedRun
-    from runner.core.run.context import RunContext as RunContext
-    from runner.core.run.context import RunOutcome as RunOutcome
-    from runner.core.run.context import TrainingSetup as TrainingSetup
-    from runner.core.run.result import RunResult as RunResult
+    from runner.core.run import run_context as run_context
+    from runner.core.run import run_metadata as run_metadata
+    from runner.core.run import run_result as run_result
     from runner.core.run.run import run_spec as run_spec
+    from runner.core.run.run_context import RunContext as RunContext
+    from runner.core.run.run_result import RunResult as RunResult
 
 __all__ = [
-    "VAL_LOSS",
     "Batch",
     "ConfigError",
+    "Console",
     "ConversionPlan",
     "ConversionReport",
-    "EvalRecord",
     "Fate",
     "Invocation",
-    "KeywordInputs",
     "LoadedCheckpoint",
     "LossScale",
     "Mode",
-    "ModuleTape",
-    "NoLossScale",
-    "PlannedRun",
-    "PositionalInputs",
+    "ModuleConversion",
     "Precision",
     "Room",
     "RunCallback",
     "RunContext",
     "RunHandle",
     "RunInfo",
-    "RunOutcome",
     "RunOutput",
     "RunResult",
     "RunSpec",
     "RunnerError",
-    "ScheduledOptimizer",
-    "StepRecord",
     "Strategy",
     "Task",
     "Tracker",
+    "TrainSpec",
     "TrainState",
-    "TrainingEnd",
-    "TrainingSetup",
     "Unavailable",
     "accelerators",
     "backpropagate",
-    "call_model",
+    "batch_layout",
     "checkpoint_file",
     "errors",
     "files",
     "fmt",
+    "gradients",
     "journals",
     "layout",
     "loss_of",
-    "mode_named",
+    "metric_names",
+    "model_call",
+    "module_tape",
     "module_tree",
     "random_streams",
     "refuse",
+    "run_context",
+    "run_metadata",
+    "run_result",
     "run_spec",
     "secrets",
+    "sessions",
     "signature",
+    "step_records",
     "stop_signals",
-    "suppress_warnings",
     "targets",
     "tensor_facts",
     "terminal",
     "torchrun",
+    "train_state",
     "train_step",
+    "training_loop",
 ]
 
 _HOMES = {
@@ -140,8 +140,7 @@ _HOMES = {
     "base.files": "",
     "base.fmt": "",
     "base.layout": "",
-    "base.library_warnings": "suppress_warnings",
-    "base.module_tape": "ModuleTape",
+    "base.module_tape": "",
     "base.module_tree": "",
     "base.random_streams": "",
     "base.secrets": "",
@@ -150,28 +149,32 @@ _HOMES = {
     "base.terminal": "",
     "base.torchrun": "",
     "config.invocation": "Invocation",
-    "config.room": "Mode Room mode_named",
-    "config.schema": "RunSpec",
+    "config.room": "Mode Room",
+    "config.schema": "RunSpec TrainSpec",
     "config.signature": "",
     "config.targets": "",
-    "loop.batches": "Batch KeywordInputs PositionalInputs",
-    "loop.callback": "RunCallback RunHandle TrainingEnd",
-    "loop.model_call": "call_model",
-    "loop.records": "EvalRecord StepRecord",
-    "loop.state": "ScheduledOptimizer TrainState",
+    "loop.batch_layout": "Batch",
+    "loop.callback": "RunCallback RunHandle",
+    "loop.model_call": "",
     "loop.step": "backpropagate loss_of train_step",
+    "loop.step_records": "",
     "loop.strategy": "Strategy",
     "loop.task": "Task",
-    "policy.conversion_report": "ConversionReport Fate",
-    "policy.loss_scale": "LossScale NoLossScale",
+    "loop.train_state": "TrainState",
+    "loop.training_loop": "",
+    "policy.conversion_report": "ConversionReport Fate ModuleConversion",
+    "policy.gradients": "",
+    "policy.loss_scale": "LossScale",
     "policy.precision": "ConversionPlan Precision",
+    "policy.sessions": "",
     "record.checkpoint_file": "LoadedCheckpoint",
     "record.journals": "",
-    "record.metric_names": "VAL_LOSS",
-    "record.tracker": "RunInfo RunOutput Tracker",
-    "run.context": "PlannedRun RunContext RunOutcome TrainingSetup",
-    "run.result": "RunResult",
+    "record.metric_names": "",
+    "record.tracker": "Console RunInfo RunOutput Tracker",
     "run.run": "run_spec",
+    "run.run_context": "RunContext",
+    "run.run_metadata": "",
+    "run.run_result": "RunResult",
 }
 """The names of each module below this one; a module is a name itself where it is in the list."""
 

@@ -15,16 +15,15 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.core import (
     ConfigError,
+    Mode,
     RunnerError,
     RunSpec,
+    batch_layout,
     fmt,
-    mode_named,
     refuse,
     targets,
     torchrun,
 )
-from runner.core.config.instantiation import data_target_node, target_name
-from runner.core.loop.batches import IGNORED_LABEL, PAIRS
 from runner.data.collate import Collator, makes_batches
 from runner.data.fingerprint import fact_problems, learned_facts
 from runner.data.loader import Loader, LoaderOptions
@@ -53,7 +52,7 @@ def build_data(spec: RunSpec) -> RunData:
         ConfigError: the target does not return data sets, its examples are not (input, target),
             data.meta contradicts them, or a stream cannot obey the settings.
     """
-    returned = targets.build_group("data", data_target_node(spec.data))
+    returned = targets.build_group("data", targets.data_target_node(spec.data))
     refuse(splits_problems(returned, spec.data["_target_"]))
     train, val, *test = returned
     validation = _named_sets(val)
@@ -192,7 +191,7 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
     """Yield why data.meta.input is wrong; of several inputs or fields nothing.
 
     Raises:
-        ConfigError: the example has another layout than those of runner.core.loop.batches.
+        ConfigError: the example has another layout than those of runner.core.loop.batch_layout.
     """
     is_sequence = isinstance(example, tuple | list)
     if not isinstance(example, Mapping) and not (is_sequence and len(example) > 1):
@@ -245,7 +244,7 @@ def _classes_problems(meta: Mapping[str, Any], dataset: Any, ignored: Any) -> It
         classes = int(largest_label) + 1
         row = int(index) // labels[0].numel()
         sample = f": sample {row} has the label {int(largest_label)}"
-    if classes == stated + 1 and labels[labels != IGNORED_LABEL].min() == 1:
+    if classes == stated + 1 and labels[labels != batch_layout.IGNORED_LABEL].min() == 1:
         yield f"data: the labels are 1 to {stated}, and no label is 0. Subtract 1 from all."
     elif classes > stated:
         yield (
@@ -295,7 +294,7 @@ def build_run_loaders(
         for label, dataset in data.labelled.items()
         if not len(_first_samples(dataset, 1))  # type: ignore[arg-type]
     )
-    layout = PAIRS
+    layout = batch_layout.PAIRS
     if task is not None or "_target_" in spec.task:
         # The task itself is asked, as a class of the user's may name its fields.
         task = build_task(spec.task) if task is None else task
@@ -331,7 +330,7 @@ def _collator(spec: RunSpec) -> Collator | None:
     if value is None:
         return None
     collator = targets.build_value("data.collate", value)
-    name = target_name(value)
+    name = targets.target_name(value)
     if not callable(collator):
         raise ConfigError(
             f"data.collate={name} returns a {type(collator).__name__}, which takes no examples. "
@@ -343,9 +342,9 @@ def _collator(spec: RunSpec) -> Collator | None:
 def _sampler(spec: RunSpec, dataset: Any) -> SamplerOrder | None:
     """Return the order of data.sampler, called with the training set; None without one."""
     value = spec.data.get("sampler")
-    if value is None or not mode_named(spec.mode).reads_training_data:
+    if value is None or not Mode.named(spec.mode).reads_training_data:
         return None
-    name = target_name(value)
+    name = targets.target_name(value)
     try:
         sampler = targets.build_value("data.sampler", value, dataset)
     except RunnerError:

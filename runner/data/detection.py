@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core import Batch, ConfigError, PositionalInputs
-from runner.core.loop.batches import BatchLayout
+from runner.core import Batch, ConfigError, batch_layout
 
 
 def collate_detection(examples: Sequence[Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
@@ -67,7 +66,7 @@ def _target(i: int, target: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class DetectionLayout(BatchLayout):
+class DetectionLayout(batch_layout.BatchLayout):
     """Split batches (images, targets), two lists, one target for each image."""
 
     def split(self, batch: Any) -> Batch:
@@ -77,7 +76,11 @@ class DetectionLayout(BatchLayout):
             ConfigError: the targets are no list of dicts, one for each image.
         """
         inputs, targets = super().split(batch)
-        images = inputs[0] if isinstance(inputs, PositionalInputs) else next(iter(inputs.values()))
+        images = (
+            inputs[0]
+            if isinstance(inputs, batch_layout.PositionalInputs)
+            else next(iter(inputs.values()))
+        )
         are_lists = isinstance(images, tuple | list) and isinstance(targets, tuple | list)
         match = are_lists and len(images) == len(targets)
         if not match or not all(isinstance(target, Mapping) for target in targets):

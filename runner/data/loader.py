@@ -20,16 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from runner.core import Batch, ConfigError, random_streams, torchrun
-from runner.core.config.schema import AUTO
-from runner.core.loop.batches import (
-    FIRST_STEP,
-    PAIRS,
-    BatchLayout,
-    StartingPoint,
-    batch_seed,
-    epoch_seed,
-)
+from runner.core import Batch, ConfigError, RunSpec, batch_layout, random_streams, torchrun
 from runner.data.collate import CollateFailure, Collator, collate, makes_batches
 from runner.data.sampling import SamplerOrder, restored_random_state
 from runner.data.workers import init_worker, wait_for_batch
@@ -53,7 +44,7 @@ class LoaderOptions:
     workers: int = 0
     rank: torchrun.ProcessRank = torchrun.SINGLE_PROCESS
     on_device: bool | str = False
-    layout: BatchLayout = PAIRS
+    layout: batch_layout.BatchLayout = batch_layout.PAIRS
     collator: Collator | None = None
     sampler: SamplerOrder | None = None
 
@@ -99,7 +90,7 @@ class Loader:
     options: LoaderOptions = DEFAULT_OPTIONS
     wait_context: WaitContext = field(default=nullcontext, init=False)
     has_failed: bool = field(default=False, init=False)
-    start: StartingPoint = field(default=FIRST_STEP, init=False)
+    start: batch_layout.StartingPoint = field(default=batch_layout.FIRST_STEP, init=False)
 
     def __post_init__(self) -> None:
         self.examples = len(self.dataset)  # type: ignore[arg-type]
@@ -144,7 +135,7 @@ class Loader:
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's examples, int64 [epoch_examples]."""
-        seed = epoch_seed(self.seed, epoch)
+        seed = batch_layout.epoch_seed(self.seed, epoch)
         if self.options.sampler is not None:
             return self.options.sampler.indices(seed, epoch)
         if not self.shuffle:
@@ -232,7 +223,10 @@ class Loader:
     def _seeded(self, chosen: Sequence[Tensor], epoch: int, start: int) -> list[list[int]]:
         """Return of each batch its seed, then its indices; see batches for the arguments."""
         return [
-            [batch_seed(self.seed, epoch, number, self.options.rank.index), *indices.tolist()]
+            [
+                batch_layout.batch_seed(self.seed, epoch, number, self.options.rank.index),
+                *indices.tolist(),
+            ]
             for number, indices in enumerate(chosen, start)
         ]
 
@@ -309,7 +303,7 @@ def hold_on_device(dataset: Any, device: torch.device, on_device: bool | str) ->
             "train.data_on_device=true needs data that are in memory, a TensorDataset; this is a "
             f"{type(dataset).__name__}. Type train.data_on_device=auto."
         )
-    if on_device == AUTO:
+    if on_device == RunSpec.AUTO:
         on_device = False
         # On a CPU there is nothing to gain, and other accelerators do not report free memory.
         if size is not None and device.type == "cuda":

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core import ConfigError
-from runner.core.loop.batches import TARGET_FIELDS
+from runner.core import ConfigError, batch_layout
 
 _MASK_FIELDS = ("attention_mask", "token_type_ids")
 """Fields of a dict that are padded with 0, whatever input_value is."""
@@ -50,7 +49,9 @@ def pad(
 
     first = examples[0]
     if isinstance(first, Mapping):
-        fills = dict.fromkeys(TARGET_FIELDS, target_value) | dict.fromkeys(_MASK_FIELDS, 0)
+        fills = dict.fromkeys(batch_layout.TARGET_FIELDS, target_value) | dict.fromkeys(
+            _MASK_FIELDS, 0
+        )
         batch = {}
         for name in first:
             missing = [i for i, example in enumerate(examples) if name not in example]

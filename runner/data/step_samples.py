@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runner.core import Batch
-from runner.core.loop.batches import steps_of_epoch
+from runner.core import Batch, batch_layout
 from runner.data.loader import Loader
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 
@@ -47,9 +46,9 @@ def samples_of_step(loader: DatasetLoader, accumulate: int, step: int) -> StepSa
     epoch = start.epoch
     taken = start.examples
     position = step - start.step - 1
-    rest = steps_of_epoch(loader, accumulate, taken)
+    rest = batch_layout.steps_of_epoch(loader, accumulate, taken)
     if position >= rest:
-        later, position = divmod(position - rest, steps_of_epoch(loader, accumulate))
+        later, position = divmod(position - rest, batch_layout.steps_of_epoch(loader, accumulate))
         epoch += 1 + later
         taken = 0
     first = taken + position * accumulate * loader.batch_size

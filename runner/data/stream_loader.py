@@ -20,16 +20,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from runner.core import (
     Batch,
     ConfigError,
+    Mode,
     RunnerError,
     RunSpec,
+    batch_layout,
     errors,
-    mode_named,
     random_streams,
     stop_signals,
+    targets,
     torchrun,
 )
-from runner.core.config.instantiation import target_name
-from runner.core.loop.batches import FIRST_STEP, StartingPoint, batch_seed
 from runner.data.collate import collate, error_with_line
 from runner.data.loader import (
     DEFAULT_OPTIONS,
@@ -106,7 +106,7 @@ class StreamPass(IterableDataset[StreamBatch]):
             batch = None
             # Around both: to save and restore numpy's state takes longer than a small batch.
             with restored_random_state():
-                random_streams.seed_host(batch_seed(self.seed, self.number, number))
+                random_streams.seed_host(batch_layout.batch_seed(self.seed, self.number, number))
                 if stream is None:
                     stream = begin_pass(self.stream, self.number)
                 examples = list(islice(stream, size))
@@ -114,7 +114,7 @@ class StreamPass(IterableDataset[StreamBatch]):
                     # Collectives need every process to run a step, with one example at least.
                     part = examples[self.rank.batch_slice(len(examples))] or examples[:1]
                     random_streams.seed_host(
-                        batch_seed(self.seed, self.number, number, self.rank.index + 1)
+                        batch_layout.batch_seed(self.seed, self.number, number, self.rank.index + 1)
                     )
                     batch = StreamBatch(first, len(examples), self.collate(part))
             if batch is not None:
@@ -170,14 +170,14 @@ def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> 
     if spec.debug.overfit:
         return  # a list of a few training examples takes the place of all sets
     streams = [label for label, dataset in evaluated.items() if is_stream(dataset)]
-    if is_stream(train) and mode_named(spec.mode).reads_training_data:
+    if is_stream(train) and Mode.named(spec.mode).reads_training_data:
         streams.insert(0, "train")
         sampler = spec.data.get("sampler")
         if spec.train.max_steps is None:
             key = f"train.epochs={spec.train.epochs}"
             yield f"{key}: the train set is a stream without length. Type train.max_steps=<steps>."
         if sampler is not None:
-            key = f"data.sampler={target_name(sampler)}"
+            key = f"data.sampler={targets.target_name(sampler)}"
             yield f"{key}: the train set is a stream, without indices. Leave data.sampler out."
     if not streams:
         return
@@ -217,7 +217,7 @@ class StreamLoader:
     examples: int = field(default=0, init=False)
     wait_context: WaitContext = field(default=nullcontext, init=False)
     has_failed: bool = field(default=False, init=False)
-    start: StartingPoint = field(default=FIRST_STEP, init=False)
+    start: batch_layout.StartingPoint = field(default=batch_layout.FIRST_STEP, init=False)
     _last_batch: tuple[int, int] = field(default=(-1, 0), init=False)
     """First example and size of the batch that was read last."""
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from runner.core import ConfigError, targets
-from runner.core.config.instantiation import MetricItem, metric_items, target_name
-from runner.core.loop.task import TaskAdditions
 
 DIRECTIONS: Mapping[str, Literal["max", "min"]] = {"maximize": "max", "minimize": "min"}
 """The values of task.direction."""
@@ -22,7 +20,7 @@ _NAME = re.compile(r"\w[\w.-]*")
 def task_problems(task: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with these keys, their nodes' arguments left out."""
     added = targets.runner_values("task", task)
-    items = metric_items(added.get("metrics"))
+    items = targets.metric_items(added.get("metrics"))
     for item in items:
         yield from targets.value_problems(item.key, item.value)
     for item in items:
@@ -76,9 +74,9 @@ def build_task(task: Mapping[str, Any]) -> Any:
         if not hasattr(built, "extend"):
             raise ConfigError(
                 f"task.{next(iter(added))} fits tasks that derive from "
-                f"runner.core.loop.task.Task, which {task['_target_']} does not."
+                f"runner.core.Task, which {task['_target_']} does not."
             )
-        built.extend(_build_additions(added))
+        built.extend(**_build_additions(added))
     return built
 
 
@@ -131,32 +129,32 @@ def _is_builtin(task: Mapping[str, Any]) -> bool:
     return str(task.get("_target_")).startswith("runner.training.tasks.")
 
 
-def _build_additions(values: Mapping[str, Any]) -> TaskAdditions:
+def _build_additions(values: Mapping[str, Any]) -> dict[str, Any]:
     """Build what the keys that the runner reads name.
 
     Raises:
         ConfigError: a target does not import or refuses its arguments, a metric is no
             torchmetrics.Metric, or a hook cannot be called.
     """
-    metrics = {item.name: _metric(item) for item in metric_items(values.get("metrics"))}
+    metrics = {item.name: _metric(item) for item in targets.metric_items(values.get("metrics"))}
     quality = values.get("quality")
     if quality is not None and not quality.startswith("val/"):
         quality = f"val/{quality}"
     direction = DIRECTIONS[values["direction"]] if "direction" in values else None
     hook = values.get("after_evaluation")
-    return TaskAdditions(
-        metrics,
-        quality,
-        direction,
-        hook=None if hook is None else _hook(hook),
-        hook_name="" if hook is None else target_name(hook),
-        whole_batch=values.get("whole_batch"),
-    )
+    return {
+        "metrics": metrics,
+        "quality": quality,
+        "direction": direction,
+        "hook": None if hook is None else _hook(hook),
+        "hook_name": "" if hook is None else targets.target_name(hook),
+        "whole_batch": values.get("whole_batch"),
+    }
 
 
-def _metric(item: MetricItem) -> Any:
+def _metric(item: targets.MetricItem) -> Any:
     """Return the metric that an item names."""
-    path = target_name(item.value)
+    path = targets.target_name(item.value)
     try:
         metric = targets.build_value(item.key, item.value)
     except ConfigError:
@@ -181,7 +179,8 @@ def _hook(value: str | Mapping[str, Any]) -> Callable[..., Any]:
     hook = targets.build_value(key, value)
     if not callable(hook):
         raise ConfigError(
-            f"{key}={target_name(value)} gives a {type(hook).__name__}, which cannot be called. "
-            "Name a function of (model, info), or a class whose objects are called with them."
+            f"{key}={targets.target_name(value)} gives a {type(hook).__name__}, which cannot be "
+            "called. Name a function of (model, info), or a class whose objects are called with "
+            "them."
         )
     return hook

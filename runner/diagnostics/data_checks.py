@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from runner.core import Batch, ConfigError, Task
-from runner.core.loop.task import IGNORED
+from runner.core import Batch, ConfigError, Task, batch_layout
 from runner.data.splits import label_remedy
 from runner.data.step_samples import StepSamples, targets_of_steps
 from runner.data.stream_loader import DatasetLoader, StreamLoader
@@ -22,7 +21,7 @@ MAX_CHECKED_BATCHES = 8
 """Batches of data that is not in memory, the rest of which is not checked."""
 MAX_CHECK_SECONDS = 2.0
 """Seconds after which the check of a set ends, with what it has found."""
-_LEFT_OUT = f"cross entropy leaves {IGNORED} out"
+_LEFT_OUT = f"cross entropy leaves {batch_layout.IGNORED_LABEL} out"
 
 
 def data_problems(
@@ -60,7 +59,9 @@ def data_problems(
         if classes and has_classes and len(target) == len(indices):
             wrong = task.misplaced(target, classes)
         if wrong is not None and isinstance(target, Tensor) and target.numel():
-            lowest_labels.append(int(target.masked_fill(target == IGNORED, classes or 0).min()))
+            lowest_labels.append(
+                int(target.masked_fill(target == batch_layout.IGNORED_LABEL, classes or 0).min())
+            )
         if wrong is not None and wrong.any():
             if first_mislabelled is None:
                 first = target[int(wrong.nonzero()[0])]
@@ -164,7 +165,7 @@ def label_problem(target: Tensor, classes: int, least: int = 0) -> str:
         classes: number of classes.
         least: the smallest label of the set.
     """
-    wrong = target[((target < 0) & (target != IGNORED)) | (target >= classes)]
+    wrong = target[((target < 0) & (target != batch_layout.IGNORED_LABEL)) | (target >= classes)]
     # The largest: that many classes hold all labels of this sample.
     label = int(wrong.max())
     keys = label_remedy(label, is_mask=target.ndim > 1)

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ModuleTape, tensor_facts
-from runner.core.base.module_tape import ROOT
-from runner.core.loop.model_call import plain_module
+from runner.core import model_call, module_tape, tensor_facts
 
 _HEAVY = (
     *("convolution", "mm", "linear", "scaled_dot_product"),
@@ -101,8 +99,8 @@ class DtypeProbe(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         # Modules have the names that the conversion's report gives them.
-        self.model = plain_module(model)
-        self._tape = ModuleTape()
+        self.model = model_call.plain_module(model)
+        self._tape = module_tape.ModuleTape()
         self.seen: _Seen = defaultdict(lambda: defaultdict(set))
         self.work: Counter[tuple[str, str, str]] = Counter()
         self.input_rows: Counter[str] = Counter()
@@ -114,7 +112,7 @@ class DtypeProbe(TorchDispatchMode):
             return self
         end = partial(_note, self.seen, "outputs")
         for dotted_name, module in self.model.named_modules():
-            name = dotted_name or ROOT
+            name = dotted_name or module_tape.ROOT
             self._tape.watch_calls(name, module, self._note_inputs, end)
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
@@ -153,12 +151,12 @@ class DtypeProbe(TorchDispatchMode):
         """Return a row for each module that ran, in the model's order."""
         rows = []
         for name, module in self.model.named_modules():
-            seen = self.seen.get(name or ROOT)
+            seen = self.seen.get(name or module_tape.ROOT)
             if not seen or not seen["outputs"]:
                 continue
             columns = {"stores": _names(list(module.parameters(recurse=False)))}
             for column in ("inputs", "computes", "outputs", "gradients"):
                 columns[column] = seen[column]
             row = {key: " ".join(sorted(value)) for key, value in columns.items()}
-            rows.append({"module": name or ROOT, "kind": type(module).__name__, **row})
+            rows.append({"module": name or module_tape.ROOT, "kind": type(module).__name__, **row})
         return rows

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ModuleTape, tensor_facts
-from runner.core.base.module_tape import ROOT
+from runner.core import module_tape, tensor_facts
 
 
 class TracedTensor(NamedTuple):
@@ -63,11 +62,11 @@ class NonfiniteTrace:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.rows: list[TracedTensor] = []
-        self._tape = ModuleTape()
+        self._tape = module_tape.ModuleTape()
 
     def __enter__(self) -> "NonfiniteTrace":
         for name, module in self.model.named_modules():
-            self._watch(name or ROOT, module)
+            self._watch(name or module_tape.ROOT, module)
         return self
 
     def __exit__(self, *_: object) -> None:

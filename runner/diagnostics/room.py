@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runner.core import ConfigError, Mode, Room, RunSpec
-from runner.core.config.annotations import typed_value
-from runner.core.config.schema import count_problems
+from runner.core import ConfigError, Mode, Room, RunSpec, errors, fmt
 
 if TYPE_CHECKING:
-    from runner.core import LoadedCheckpoint, PlannedRun, RunContext, RunOutcome, Strategy
+    from runner.core import LoadedCheckpoint, RunContext, Strategy, run_context
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class NumericsSpec:
 
     def problems(self, spec: RunSpec) -> Iterator[str]:
         """Yield a message for each value that is not allowed."""
-        yield from count_problems("numerics", self, ("every",))
+        yield from errors.count_problems("numerics", self, ("every",))
         if self.every is not None:
             yield from _hook_problems(spec, f"numerics.every={self.every} measures")
 
@@ -53,10 +51,11 @@ class DiffSpec:
 
 def _hook_problems(spec: RunSpec, watcher: str) -> Iterator[str]:
     """Yield why modules cannot be watched by hooks; empty where they can."""
+    compiles = fmt.typed_value(spec.train.compile)
     if spec.train.compile:
         yield (
-            f"{watcher} modules by hooks, which train.compile={typed_value(spec.train.compile)} "
-            "would compile into the model. Type train.compile=false."
+            f"{watcher} modules by hooks, which train.compile={compiles} would compile into the "
+            "model. Type train.compile=false."
         )
 
 
@@ -107,8 +106,8 @@ class Replay(Mode):
             )
 
     def plan(
-        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
-    ) -> "PlannedRun":
+        self, plan: "run_context.PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "run_context.PlannedRun":
         from runner.modes.replay import plan_replay
 
         return plan_replay(plan)
@@ -137,19 +136,22 @@ class Diff(Mode):
                 "false, against=<run, checkpoint or dump>, or diff.dump=true to write a dump."
             )
         if spec.train.compile and spec.train.compile != "regional":
+            compiles = fmt.typed_value(spec.train.compile)
             yield (
-                f"mode=diff sees no modules inside train.compile={typed_value(spec.train.compile)}."
-                " Type train.compile=regional, which compiles each repeated block for itself."
+                f"mode=diff sees no modules inside train.compile={compiles}. Type "
+                "train.compile=regional, which compiles each repeated block for itself."
             )
 
     def plan(
-        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
-    ) -> "PlannedRun":
+        self, plan: "run_context.PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "run_context.PlannedRun":
         from runner.modes.diff import plan_diff
 
         return plan_diff(plan)
 
-    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome":
+    def run(
+        self, context: "RunContext", saved: "LoadedCheckpoint | None"
+    ) -> "run_context.RunOutcome":
         from runner.modes.diff import diff
         from runner.modes.startup import explained_memory
 

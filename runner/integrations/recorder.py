@@ -23,7 +23,6 @@ import yaml
 from runner.core import (
     ConfigError,
     ConversionReport,
-    EvalRecord,
     Invocation,
     RunCallback,
     RunHandle,
@@ -36,14 +35,13 @@ from runner.core import (
     fmt,
     journals,
     layout,
+    run_metadata,
+    run_result,
     secrets,
+    step_records,
     tensor_facts,
     terminal,
 )
-from runner.core.config.schema import leaves
-from runner.core.record.record_lines import Status as StoreStatus
-from runner.core.run import run_metadata
-from runner.core.run.result import Status
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.integrations.steps import StepReader, StepRecords, restore_summary
@@ -64,7 +62,11 @@ from runner.tracking.mlflow import MlflowTracker
 from runner.tracking.result_table import print_result
 from runner.training.callbacks.runner_callbacks import MetricLogger, RunSummary
 
-_STATUS: dict[str, StoreStatus] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+_STATUS: dict[str, journals.Status] = {
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
+}
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Recorder:
         self._probe: DtypeProbe | None = None
         self._trace = ExitStack()
         self._run: OpenRun | None = None
-        self._early_evaluations: list[EvalRecord] = []
+        self._early_evaluations: list[step_records.EvalRecord] = []
         self._result: RunResult | None = None
         # Runs of one process have a memory peak of their own each.
         source.accelerator.reset_peak_memory()
@@ -160,7 +162,7 @@ class Recorder:
             epoch: passes over the data begun.
             metrics: by names that begin with `val/`.
         """
-        record = EvalRecord(step, fmt.now_ms(), epoch, dict(metrics))
+        record = step_records.EvalRecord(step, fmt.now_ms(), epoch, dict(metrics))
         if self._run is None:
             self._early_evaluations.append(record)
         elif self._result is None:
@@ -173,7 +175,7 @@ class Recorder:
 
         A second call does nothing.
         """
-        status: Status = "finished" if error is None else "failed"
+        status: run_result.Status = "finished" if error is None else "failed"
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             status = "stopped"
@@ -288,7 +290,7 @@ class OpenRun:
         environment["command"] = process_command()
         environment["packages"][library] = version
         environment["switches"] = numeric_switches()
-        params = {key: str(value) for key, value in leaves(config)}
+        params = {key: str(value) for key, value in fmt.leaves(config)}
         place = self.place
         info = RunInfo(folder, params, self._tags(), self.label, place.sweep)
         info = replace(info, continues=place.earlier, step=source.start_step)
@@ -321,7 +323,7 @@ class OpenRun:
         substituted = f"\n\n**{self.substitution}**" if self.substitution else ""
         self.output.tracker.note(text + substituted)
 
-    def add_evaluation(self, record: EvalRecord) -> None:
+    def add_evaluation(self, record: step_records.EvalRecord) -> None:
         """Record an evaluation.
 
         Args:
@@ -338,7 +340,7 @@ class OpenRun:
         self.metrics |= record.metrics
         self.records.add_evaluation(record)
 
-    def finish(self, status: Status, error: str, seconds: float) -> RunResult:
+    def finish(self, status: run_result.Status, error: str, seconds: float) -> RunResult:
         """Close the run with its status, write its result, and return it.
 
         Args:
@@ -378,7 +380,7 @@ class OpenRun:
         )
         return self._close(result)
 
-    def add_late_evaluation(self, record: EvalRecord, result: RunResult) -> RunResult:
+    def add_late_evaluation(self, record: step_records.EvalRecord, result: RunResult) -> RunResult:
         """Record an evaluation after the training, in the run that has ended.
 
         Args:

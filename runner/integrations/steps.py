@@ -17,10 +17,16 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from runner.core import ConfigError, EvalRecord, RunCallback, RunHandle, TrainState, errors, fmt
-from runner.core.loop.callback import dispatch
-from runner.core.loop.records import DeviceStepRecord, Record, RecordBuffer
-from runner.core.policy.gradients import finish_gradients, grad_norms, gradients_of
+from runner.core import (
+    ConfigError,
+    RunCallback,
+    RunHandle,
+    TrainState,
+    errors,
+    fmt,
+    gradients,
+    step_records,
+)
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.tracking.history import Curve
 from runner.training.callbacks.runner_callbacks import RunSummary
@@ -98,11 +104,11 @@ class StepReader:
         groups = optimizer.param_groups
         self._lr = float(groups[0]["lr"])
         params = [p for group in groups for p in group["params"]]
-        finish_gradients(params)
-        grads = gradients_of(params)
+        gradients.finish_gradients(params)
+        grads = gradients.gradients_of(params)
         with torch.no_grad():
             # A trainer may step without gradients, as after a batch that its module leaves out.
-            norms = grad_norms(grads) if grads else torch.zeros(1)
+            norms = gradients.grad_norms(grads) if grads else torch.zeros(1)
         self._scale = None
         if self.scaler is not None:
             self._scale = scale_value(self.scaler)
@@ -115,7 +121,7 @@ class StepReader:
             norms = torch.cat([self._norms, norms])
         self._norms = norms
 
-    def end_step(self, step: int, epoch: int) -> DeviceStepRecord:
+    def end_step(self, step: int, epoch: int) -> step_records.DeviceStepRecord:
         """Return the values of the step that has ended, and begin the next one.
 
         Args:
@@ -133,7 +139,7 @@ class StepReader:
         if self.scaler is not None and self._scale is not None:
             # A GradScaler lowers its scale in the steps that it skips, and in no other.
             found_inf = (scale_value(self.scaler) < self._scale).float()
-        record = DeviceStepRecord(
+        record = step_records.DeviceStepRecord(
             step=step,
             time_ms=fmt.now_ms(),
             epoch=epoch,
@@ -185,10 +191,10 @@ class StepRecords:
 
     def __post_init__(self) -> None:
         self._loads = ExpertLoads(self.state.plain_model)
-        self._buffer = RecordBuffer(self.state, self._loads.gauges)
+        self._buffer = step_records.RecordBuffer(self.state, self._loads.gauges)
         self._sent_at = time.monotonic()
 
-    def add(self, record: DeviceStepRecord) -> None:
+    def add(self, record: step_records.DeviceStepRecord) -> None:
         """Add a step that has ended; copy the block to the host where one is due.
 
         The measurement of the next step begins here where one is due: it samples the weights before
@@ -215,7 +221,7 @@ class StepRecords:
         for block in self._buffer.ready_records():
             self._dispatch(block)
 
-    def add_evaluation(self, record: EvalRecord) -> None:
+    def add_evaluation(self, record: step_records.EvalRecord) -> None:
         """Hand an evaluation to the callbacks; its time counts to no step."""
         self.send()
         self._dispatch(record)
@@ -237,9 +243,12 @@ class StepRecords:
         for callback in self.callbacks:
             callback.close()
 
-    def _dispatch(self, record: Record) -> None:
+    def _dispatch(
+        self, record: Sequence[step_records.StepRecord] | step_records.EvalRecord
+    ) -> None:
         try:
-            dispatch(self.callbacks, record, self.handle)
+            for callback in self.callbacks:
+                callback.dispatch(record, self.handle)
         except errors.TrackingError as error:
             # The training is another trainer's: its steps are worth more than their record.
             if not self._has_warned:

@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.core import (
-    VAL_LOSS,
     ConfigError,
     LossScale,
-    NoLossScale,
-    ScheduledOptimizer,
     TrainState,
     Unavailable,
     accelerators,
+    metric_names,
     refuse,
     tensor_facts,
+    train_state,
 )
 from runner.integrations.steps import scale_value
 from runner.precision.registry import load_precision, precision_names
@@ -66,7 +65,7 @@ class RecordSettings:
     group: str | None = None
     name: str | None = None
     expected: str | None = None
-    quality: str = VAL_LOSS
+    quality: str = metric_names.VAL_LOSS
     direction: Literal["max", "min"] = "min"
     log_every: int = 20
     numerics_every: int | None = None
@@ -280,13 +279,13 @@ class TrainingSource:
             label: of the precision that the steps have.
         """
         scaler = self.loss_scaler
-        scale = NoLossScale() if scaler is None else TrainerLossScale(scaler)
+        scale = LossScale() if scaler is None else TrainerLossScale(scaler)
         return TrainState(
             self.model,
             load_precision(label if label in precision_names() else "32-true"),
             ModelLoss(),  # the trainer computes the loss, and no callback of a record asks for it
             scale,
-            [ScheduledOptimizer(self.optimizer)],
+            [train_state.ScheduledOptimizer(self.optimizer)],
             self.accelerator.device,
             step=self.start_step,
         )

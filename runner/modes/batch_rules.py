@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConfigError, KeywordInputs, PositionalInputs, tensor_facts
-from runner.core.loop.model_call import takes_fields
+from runner.core import ConfigError, batch_layout, model_call, tensor_facts
 from runner.modes.error_rules import (
     LIBRARIES,
     Failure,
@@ -72,16 +71,16 @@ def _does_not_bind(failure: Failure) -> bool:
     inputs = failure.inputs
     if not failure.in_forward:
         return False
-    if type(inputs) is KeywordInputs and not takes_fields(model, inputs):
+    if type(inputs) is batch_layout.KeywordInputs and not model_call.takes_fields(model, inputs):
         return True
     if not isinstance(failure.error, TypeError):
         return False
     # A TypeError may come from inside the forward, too: only the signature shows the difference.
     forward = signature(model.forward)
     try:
-        if type(inputs) is PositionalInputs:
+        if type(inputs) is batch_layout.PositionalInputs:
             forward.bind(*inputs)
-        elif takes_fields(model, inputs):
+        elif model_call.takes_fields(model, inputs):
             forward.bind(**{name: inputs[name] for name in forward.parameters if name in inputs})
         else:
             forward.bind(inputs)
@@ -95,9 +94,9 @@ def _explain_arguments(failure: Failure) -> str:
     inputs = failure.inputs
     parameters = signature(failure.model.forward).parameters
     names = [*parameters]
-    if type(inputs) is KeywordInputs:
+    if type(inputs) is batch_layout.KeywordInputs:
         fields = f"a batch has the fields {', '.join(map(str, inputs))} beside its target"
-        if takes_fields(failure.model, inputs):
+        if model_call.takes_fields(failure.model, inputs):
             # The parameters that a call by names has to give.
             kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
             needed = [n for n, p in parameters.items() if p.kind in kinds and p.default is p.empty]
@@ -113,7 +112,7 @@ def _explain_arguments(failure: Failure) -> str:
             f"{failure.takes}, and {fields}: as none is an argument's name, the forward was given "
             f"one dict. Have the data set yield a field {name}, or (input, target) {_LAYOUTS}."
         )
-    if type(inputs) is PositionalInputs:
+    if type(inputs) is batch_layout.PositionalInputs:
         return (
             f"{failure.takes}, and a batch has {len(inputs)} inputs before its target, which are "
             f"passed by position. Yield one for each, or type task.inputs=[<names>] {_LAYOUTS}."
@@ -256,7 +255,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     (
         lambda f: (
             f.in_forward
-            and type(f.inputs) not in (KeywordInputs, PositionalInputs)
+            and type(f.inputs) not in (batch_layout.KeywordInputs, batch_layout.PositionalInputs)
             and isinstance(f.inputs, Mapping | tuple | list)
         ),
         lambda f: (
@@ -306,7 +305,9 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tensor_facts.dtype_name(value.dtype)} {_shape(value)}"
     # The names of the containers of a batch say nothing to a user.
-    name = {KeywordInputs: "dict", PositionalInputs: "list"}.get(type(value), type(value).__name__)
+    name = {batch_layout.KeywordInputs: "dict", batch_layout.PositionalInputs: "list"}.get(
+        type(value), type(value).__name__
+    )
     if isinstance(value, Mapping):
         return f"{name} with the keys {', '.join(map(str, value))}"
     return f"{name} of {len(value)}" if isinstance(value, tuple | list) else name

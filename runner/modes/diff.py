@@ -33,11 +33,8 @@ from runner.core import (
     ConversionReport,
     Invocation,
     LoadedCheckpoint,
-    PlannedRun,
     RunContext,
-    RunOutcome,
     RunSpec,
-    TrainingSetup,
     TrainState,
     Unavailable,
     accelerators,
@@ -45,10 +42,9 @@ from runner.core import (
     fmt,
     layout,
     random_streams,
+    run_context,
     targets,
 )
-from runner.core.config.annotations import typed_value
-from runner.core.config.schema import PRECISION_ALIASES
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
@@ -122,7 +118,7 @@ class DiffReference:
     own: str = ""
 
 
-def diff(run: RunContext) -> RunOutcome:
+def diff(run: RunContext) -> run_context.RunOutcome:
     """Compare two executions, and write and record what was found.
 
     Raises:
@@ -157,7 +153,7 @@ def diff(run: RunContext) -> RunOutcome:
         "peak_memory_mib": run.accelerator.peak_memory_mib(),
     }
     result = build_result(run, summary, perf_counter() - start)
-    return RunOutcome(result, comparison.conversion)
+    return run_context.RunOutcome(result, comparison.conversion)
 
 
 def _warn_of_other_loss(
@@ -293,7 +289,7 @@ class _Comparison:
         run = self._run
         spec = run.spec
         precision = run.precision
-        setup = TrainingSetup(spec, precision, run.task, run.device)
+        setup = run_context.TrainingSetup(spec, precision, run.task, run.device)
         random_streams.seed_all(spec.seed)
         start = None
         if state.step:
@@ -368,7 +364,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         ConfigError: it names nothing that can be compared with.
     """
     text = str(spec.value("against"))
-    name = PRECISION_ALIASES.get(text, text)
+    name = RunSpec.PRECISION_ALIASES.get(text, text)
     if name in registry.precision_names():
         # As composed without any precision.<key> of the command, which is the other execution's.
         precision = {**registry.precision_config(name), "name": name}
@@ -445,7 +441,7 @@ def _own_values(spec: RunSpec, words: list[str]) -> str:
     for key in (word.partition("=")[0] for word in words):
         value = OmegaConf.select(config, key, default=missing)
         if key != "precision" and value is not missing:
-            found.append(f"{key}={typed_value(value)}")
+            found.append(f"{key}={fmt.typed_value(value)}")
     return " ".join(found)
 
 
@@ -485,7 +481,7 @@ def run_folder_of(spec: RunSpec) -> Path | None:
     return None
 
 
-def plan_diff(plan: PlannedRun) -> PlannedRun:
+def plan_diff(plan: run_context.PlannedRun) -> run_context.PlannedRun:
     """Return a comparison with a run with that run's values where none was typed.
 
     Args:

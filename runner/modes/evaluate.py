@@ -16,16 +16,15 @@ from runner.config.trusted_targets import checkpoint_config
 from runner.core import (
     ConfigError,
     LoadedCheckpoint,
-    PlannedRun,
     RunContext,
-    RunOutcome,
     TrainState,
     checkpoint_file,
     fmt,
     random_streams,
+    run_context,
+    targets,
+    training_loop,
 )
-from runner.core.config.instantiation import TASK_KEYS
-from runner.core.loop.loop import evaluate_sets, evaluation_mode
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
@@ -49,7 +48,7 @@ MIN_TIMED_SECONDS = 0.5
 """Shortest evaluation whose speed is reported; a shorter one measures the machine's noise."""
 
 
-def plan_evaluation(plan: PlannedRun) -> PlannedRun:
+def plan_evaluation(plan: run_context.PlannedRun) -> run_context.PlannedRun:
     """Return a run with its checkpoint, whose settings it has where none was typed: those that the
     numbers of an evaluation depend on.
 
@@ -83,12 +82,12 @@ def plan_evaluation(plan: PlannedRun) -> PlannedRun:
     config = config._replace(values={**config.values, **nodes})
     spec, invocation = merge(config, spec, invocation, [*nodes], choices)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
-    return PlannedRun(plan.folder, saved, spec, invocation)
+    return run_context.PlannedRun(plan.folder, saved, spec, invocation)
 
 
 def evaluate_checkpoint(
     run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch
-) -> RunOutcome:
+) -> run_context.RunOutcome:
     """Compute the task's metrics of a checkpoint's weights, in the run's precision.
 
     Args:
@@ -140,7 +139,7 @@ def evaluate_checkpoint(
         **_metrics_as_trained(run, content),
     }
     result = build_result(run, sizes | summary, perf_counter() - start)
-    return RunOutcome(result, built.report)
+    return run_context.RunOutcome(result, built.report)
 
 
 @torch.no_grad()
@@ -153,7 +152,7 @@ def _compile_for_batches(state: TrainState, validation: DatasetLoader) -> None:
         for start in {0, last}:
             inputs, _ = next(validation.epoch(0, start * validation.batch_size))
             with (
-                evaluation_mode(state.model, state.task, state.device),
+                training_loop.evaluation_mode(state.model, state.task, state.device),
                 state.precision.eval_context(state.model),
             ):
                 state.call(inputs)
@@ -167,10 +166,14 @@ def _timed_evaluation(
     The time of the hook does not count.
     """
     start = perf_counter()
-    metrics = evaluate_sets("val", state, loaders.validation, run.stop_requested, hook)
+    metrics = training_loop.evaluate_sets(
+        "val", state, loaders.validation, run.stop_requested, hook
+    )
     run.signals.check()
     assert metrics is not None
-    test_metrics = evaluate_sets("test", state, loaders.test, run.stop_requested, hook)
+    test_metrics = training_loop.evaluate_sets(
+        "test", state, loaders.test, run.stop_requested, hook
+    )
     run.signals.check()
     assert test_metrics is not None
     seconds = perf_counter() - start - (hook.seconds if hook else 0.0)
@@ -195,7 +198,7 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     for section, name in (("debug", "overfit"), ("train", "batch_size")):
         saved[section] = {key: part for key, part in spec.get(section, {}).items() if key == name}
     for key, (old, new) in changes(saved, run.spec).items():
-        is_added = key.startswith(tuple(f"task.{name}" for name in TASK_KEYS))
+        is_added = key.startswith(tuple(f"task.{name}" for name in targets.TASK_KEYS))
         if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):
             reasons.append(f"{key}={old} in its run, {new} here")
     if metrics and reasons:

@@ -22,12 +22,12 @@ from runner.core import (
     RunnerError,
     RunResult,
     RunSpec,
-    TrainingSetup,
     TrainState,
-    call_model,
     checkpoint_file,
+    model_call,
     module_tree,
     random_streams,
+    run_context,
     secrets,
 )
 from runner.data.sampling import restored_random_state
@@ -48,7 +48,7 @@ from runner.training.setup import build_state
 
 
 def build_execution(
-    setup: TrainingSetup,
+    setup: run_context.TrainingSetup,
     make: ModelBuilder,
     inputs: Callable[[], Any],
     total_steps: int | None = None,
@@ -78,7 +78,9 @@ def build_execution(
         return built, build_state(setup, built.model, total_steps, plan)
 
 
-def starting_model(setup: TrainingSetup, resumed: LoadedCheckpoint | None = None) -> ModelBuilder:
+def starting_model(
+    setup: run_context.TrainingSetup, resumed: LoadedCheckpoint | None = None
+) -> ModelBuilder:
     """Return the function that builds the model that training starts from.
 
     Args:
@@ -96,7 +98,7 @@ def starting_model(setup: TrainingSetup, resumed: LoadedCheckpoint | None = None
 
 
 def build_proven_model(
-    setup: TrainingSetup,
+    setup: run_context.TrainingSetup,
     make: ModelBuilder,
     inputs: Callable[[], Any],
     saved: LoadedCheckpoint | None = None,
@@ -124,7 +126,10 @@ def build_proven_model(
 
 
 def _build(
-    setup: TrainingSetup, make: ModelBuilder, plan: ConversionPlan, saved: LoadedCheckpoint | None
+    setup: run_context.TrainingSetup,
+    make: ModelBuilder,
+    plan: ConversionPlan,
+    saved: LoadedCheckpoint | None,
 ) -> BuiltModel:
     """Build a model by a plan; see build_proven_model."""
     if setup.strategy.shards:
@@ -137,7 +142,9 @@ def _build(
     return built
 
 
-def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -> ModelTrial:
+def _trial(
+    setup: run_context.TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
+) -> ModelTrial:
     """Return a model with its first batch, as a precision proves it."""
     return ModelTrial(
         built.model,
@@ -152,7 +159,7 @@ def _trial(setup: TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]) -
 
 
 def _completes_forward(
-    setup: TrainingSetup,
+    setup: run_context.TrainingSetup,
     model: nn.Module,
     inputs: Callable[[], Any],
     plan: ConversionPlan,
@@ -179,7 +186,7 @@ def _completes_forward(
                 precision.forward(setup.device, plan),
                 watch,
             ):
-                call_model(model, first)
+                model_call.call_model(model, first)
             completed = True
         except RunnerError:
             raise

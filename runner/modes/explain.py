@@ -10,17 +10,17 @@ from rich.table import Table
 from torch import nn
 
 from runner.core import (
+    ModuleConversion,
     RunContext,
-    TrainingSetup,
     backpropagate,
+    batch_layout,
     fmt,
     loss_of,
     module_tree,
     random_streams,
+    run_context,
     tensor_facts,
 )
-from runner.core.loop.step import examples_in
-from runner.core.policy.conversion_report import ModuleConversion
 from runner.data.build import build_data, build_run_loaders
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.numerics.probe import Probe
@@ -61,7 +61,7 @@ def explain(run: RunContext) -> None:
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
         random_streams.seed_all(spec.seed)
-        setup = TrainingSetup(spec, precision, run.task, device)
+        setup = run_context.TrainingSetup(spec, precision, run.task, device)
         built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
         snapshots: list[NumericsSnapshot] = []
@@ -82,7 +82,9 @@ def explain(run: RunContext) -> None:
     weights = spec.init.weights or f"seed {spec.seed}"
     run.console.print(f"{pattern}: {run.label}, {run.accelerator.name}", markup=False)
     number = fmt.format_number(loss.item())
-    run.say(f"first batch of {examples_in(batch)}, weights of {weights}: loss {number}")
+    run.say(
+        f"first batch of {batch_layout.examples_in(batch)}, weights of {weights}: loss {number}"
+    )
     if not built.report.modules:
         run.console.print(
             f"precision={precision.name} converts no modules: it stores "

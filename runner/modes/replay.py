@@ -22,30 +22,24 @@ from runner.core import (
     ConfigError,
     Invocation,
     LoadedCheckpoint,
-    PlannedRun,
     Precision,
     RunContext,
     RunSpec,
     Task,
-    TrainingSetup,
     TrainState,
     backpropagate,
+    batch_layout,
     checkpoint_file,
     fmt,
     loss_of,
     module_tree,
     random_streams,
+    run_context,
     targets,
     tensor_facts,
     train_step,
+    training_loop,
 )
-from runner.core.loop.loop import (
-    accumulation_batches,
-    evaluate_sets,
-    is_evaluation_step,
-    total_steps,
-)
-from runner.core.loop.step import examples_in
 from runner.data.build import build_data, build_run_loaders
 from runner.data.step_samples import saved_batches
 from runner.data.stream_loader import DatasetLoader, StreamLoader
@@ -133,7 +127,9 @@ def replay(run: RunContext) -> None:
     (name, ours), *others = results.items()
     step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
     # A stream's samples have no indices that were saved.
-    samples = sum(map(len, saved.micro_batches)) or sum(map(examples_in, start.batches))
+    samples = sum(map(len, saved.micro_batches)) or sum(
+        map(batch_layout.examples_in, start.batches)
+    )
     console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
     for label, result in results.items():
         console.print(f"loss in {label}: {fmt.format_number(result.loss)}")
@@ -224,7 +220,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         and keeps_adapter(spec, precision, checkpoint)
     )
     make = partial(build_model, spec, precision, start=checkpoint, restore_exactly=whole)
-    setup = TrainingSetup(spec, precision, run.task, device)
+    setup = run_context.TrainingSetup(spec, precision, run.task, device)
     built, state = build_execution(setup, make, lambda: start.batches[0][0])
     if start.rng is not None:
         # So that dropout draws what it drew in the step.
@@ -250,7 +246,7 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
             backpropagate(state, loss * scale)
         last_rows = trace.rows
         labels = labels_of(state.task, target)
-        count = examples_in((inputs, target)) if labels is None else labels.item()
+        count = batch_layout.examples_in((inputs, target)) if labels is None else labels.item()
         if not count:
             continue  # a mean over no labels is NaN and weighs nothing in the step
         loss_sum += loss.item() * count
@@ -323,7 +319,7 @@ def _run_folder(spec: RunSpec) -> Path:
     return Path(spec.value("batch") or "").absolute().parent.parent
 
 
-def plan_replay(plan: PlannedRun) -> PlannedRun:
+def plan_replay(plan: run_context.PlannedRun) -> run_context.PlannedRun:
     """Return a replay with its run's values where none was typed.
 
     Args:
@@ -443,7 +439,7 @@ def states_before(
     random_streams.seed_all(spec.seed)
     loaders = build_run_loaders(spec, build_data(spec), device, task=task)
     loaders.train.start = state_dict.starting_point(start)
-    planned = total_steps(spec.train, loaders.train)
+    planned = training_loop.total_steps(spec.train, loaders.train)
     last = steps[-1]
     if last > planned:
         raise ConfigError(
@@ -452,9 +448,8 @@ def states_before(
     random_streams.seed_all(spec.seed)
     # A precision that cannot train has no optimizers, and its first step can be looked at.
     is_trained = start is not None or last > 1
-    setup = TrainingSetup(spec, precision, task, device)
     built, state = build_execution(
-        setup,
+        setup := run_context.TrainingSetup(spec, precision, task, device),
         starting_model(setup, start),
         lambda: next(loaders.val.epoch(0))[0],
         planned if is_trained else None,
@@ -471,7 +466,8 @@ def states_before(
         source = f"{start.path}" if start else "the beginning"
         first = start.content["step"] if start else 0
         say(f"trains {last - 1 - first} steps again, from {source}")
-    for micros, _ in accumulation_batches(state, loaders.train, spec.train.accumulate):
+    batches = training_loop.accumulation_batches(state, loaders.train, spec.train.accumulate)
+    for micros, _ in batches:
         step = state.step + 1
         if step in steps:
             with saved_state(state):
@@ -483,7 +479,7 @@ def states_before(
         with precision.session(state.plain_model, device):
             module_tree.set_training(state.model)
             train_step(state, micros)
-            if is_evaluation_step(spec.train, loaders.train, state.step):
+            if training_loop.is_evaluation_step(spec.train, loaders.train, state.step):
                 _evaluate(state, loaders.validation)
 
 
@@ -493,6 +489,6 @@ def _evaluate(state: TrainState, validation: Mapping[str, DatasetLoader]) -> Non
     with TemporaryDirectory() as folder:
         has_hook = state.task.additions.hook is not None
         hook = EvaluationHook(state, Path(folder)) if has_hook else None
-        metrics = evaluate_sets("val", state, validation, hook=hook)
+        metrics = training_loop.evaluate_sets("val", state, validation, hook=hook)
     if metrics is not None:
         state.record_evaluation(metrics)

@@ -19,7 +19,6 @@ from runner.core import (
     ConfigError,
     Invocation,
     LoadedCheckpoint,
-    PlannedRun,
     RunnerError,
     RunResult,
     RunSpec,
@@ -27,9 +26,9 @@ from runner.core import (
     checkpoint_file,
     files,
     layout,
+    run_context,
     targets,
 )
-from runner.core.config.schema import AUTO
 from runner.modes.saved_run import PRESET_GROUPS, changes, merge, typed_overrides
 from runner.tracking import locate
 from runner.tracking.run_store import with_run_store
@@ -44,8 +43,8 @@ saved_run.py chooses the store, and a run may be resumed with another number of 
 
 
 def plan_resume_in_processes(
-    plan: PlannedRun, say: Callable[[str], None], strategy: Strategy
-) -> PlannedRun:
+    plan: run_context.PlannedRun, say: Callable[[str], None], strategy: Strategy
+) -> run_context.PlannedRun:
     """Return what checkpoint.resume continues; the first process looks for it.
 
     The others take the checkpoint that it found: a file may appear between two looks.
@@ -69,7 +68,7 @@ def plan_resume_in_processes(
     return plan_resume(plan._replace(spec=replace(plan.spec, checkpoint=checkpoint)), say)
 
 
-def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
+def plan_resume(plan: run_context.PlannedRun, say: Callable[[str], None]) -> run_context.PlannedRun:
     """Return the run that checkpoint.resume names, with the keys that were typed now over its own.
 
     The result is this command's own run if there is nothing to resume: no run is named, or it is
@@ -85,7 +84,7 @@ def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
     where = plan.spec.checkpoint.resume
     if where is None:
         return plan
-    if where == AUTO:
+    if where == RunSpec.AUTO:
         return _plan_own_folder(plan, say)
     notes: list[str] = []
     path = str(_newest_run(plan.folder, notes)) if where == "last" else where
@@ -95,7 +94,9 @@ def plan_resume(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
     return plan
 
 
-def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun:
+def _plan_own_folder(
+    plan: run_context.PlannedRun, say: Callable[[str], None]
+) -> run_context.PlannedRun:
     """Return the run in its own folder, resumed if that holds an undamaged checkpoint.
 
     A job of a sweep is resumed only as the same job: a search may ask for another one in its
@@ -135,7 +136,9 @@ def _plan_own_folder(plan: PlannedRun, say: Callable[[str], None]) -> PlannedRun
     return plan
 
 
-def _plan_from(plan: PlannedRun, where: str, notes: list[str]) -> PlannedRun:
+def _plan_from(
+    plan: run_context.PlannedRun, where: str, notes: list[str]
+) -> run_context.PlannedRun:
     """Return the run of a checkpoint file, a run's folder or an MLflow id.
 
     Args:
@@ -156,10 +159,12 @@ def _plan_from(plan: PlannedRun, where: str, notes: list[str]) -> PlannedRun:
         raise ConfigError(f"checkpoint.resume={where}: {problem}")
     # A list of its own: while an error can still come, `notes` counts damaged files only.
     store_notes: list[str] = []
-    waits = plan.spec.checkpoint.resume == AUTO
+    waits = plan.spec.checkpoint.resume == RunSpec.AUTO
     merged = with_run_store(merged, folder, invocation, waits, store_notes.append)
     notes += store_notes
-    return PlannedRun(folder, saved, merged, invocation, changed_settings(merged, saved))
+    return run_context.PlannedRun(
+        folder, saved, merged, invocation, changed_settings(merged, saved)
+    )
 
 
 def _merge_spec(

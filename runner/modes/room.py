@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from runner.core import Mode, Room, RunSpec
 
 if TYPE_CHECKING:
-    from runner.core import LoadedCheckpoint, PlannedRun, RunContext, RunOutcome, Strategy
+    from runner.core import LoadedCheckpoint, RunContext, Strategy, run_context
 
 
 class Train(Mode):
@@ -23,13 +23,15 @@ class Train(Mode):
             yield f"mode={spec.mode} resumes nothing. Leave checkpoint.resume= out."
 
     def plan(
-        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
-    ) -> "PlannedRun":
+        self, plan: "run_context.PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "run_context.PlannedRun":
         from runner.modes.resume import plan_resume_in_processes
 
         return plan_resume_in_processes(plan, say, strategy)
 
-    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome":
+    def run(
+        self, context: "RunContext", saved: "LoadedCheckpoint | None"
+    ) -> "run_context.RunOutcome":
         from runner.modes.startup import explained_memory
         from runner.modes.train import train
 
@@ -60,13 +62,15 @@ class Evaluate(Mode):
             yield "mode=evaluate loads checkpoint=, not init.weights=. Leave init.weights= out."
 
     def plan(
-        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
-    ) -> "PlannedRun":
+        self, plan: "run_context.PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+    ) -> "run_context.PlannedRun":
         from runner.modes.evaluate import plan_evaluation
 
         return plan_evaluation(plan)
 
-    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> "RunOutcome":
+    def run(
+        self, context: "RunContext", saved: "LoadedCheckpoint | None"
+    ) -> "run_context.RunOutcome":
         from runner.modes.evaluate import evaluate_checkpoint
         from runner.modes.startup import explained_memory
 

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.resolve import resolve_spec
 from runner.config.trusted_targets import SavedConfig, check_trusted, masked_keys
 from runner.core import ConfigError, Invocation, RunSpec, fmt
-from runner.core.config.schema import flatten
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""
@@ -151,6 +150,6 @@ def changes(
     """
     if not isinstance(saved, RunSpec):
         saved = resolve_spec(OmegaConf.create(dict(saved)))
-    old, new = flatten(saved), flatten(spec)
+    old, new = saved.flat(), spec.flat()
     keys = dict.fromkeys([*old, *new])
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

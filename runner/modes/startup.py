@@ -19,21 +19,20 @@ from runner.core import (
     LoadedCheckpoint,
     RunContext,
     RunnerError,
+    TrainSpec,
     TrainState,
     errors,
     files,
     fmt,
     layout,
     loss_of,
+    model_call,
     random_streams,
     refuse,
     secrets,
     tensor_facts,
+    training_loop,
 )
-from runner.core.config.schema import TrainSpec
-from runner.core.loop.loop import evaluate, evaluation_mode
-from runner.core.loop.model_call import describe_call
-from runner.core.policy.loss_scale import describe_hooks, gradient_hooks
 from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.sampling import restored_random_state
@@ -47,6 +46,7 @@ from runner.modes.execution import prepare_process
 from runner.modes.task_checks import check_totals, checked_losses, output_lines, packing_lines
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
+from runner.precision.gradient_hooks import describe_hooks, gradient_hooks
 from runner.training.compile import fused_rounding
 from runner.training.evaluation_hook import EvaluationHook
 from runner.training.initial_weights import InitialWeights
@@ -289,11 +289,13 @@ def check_evaluation(
     first = next(iter(sets.values()))
     try:
         with random_streams.saved_forward_state(state.plain_model, state.device):
-            metrics = evaluate(state, first, batches=1) or {}
+            metrics = training_loop.evaluate(state, first, batches=1) or {}
             names = [*metrics]
             if quality is not None and quality not in _all_names(names, sets) and hook is not None:
                 with TemporaryDirectory() as folder:
-                    tried = evaluate(state, first, batches=1, hook=hook.on_trial(Path(folder)))
+                    tried = training_loop.evaluate(
+                        state, first, batches=1, hook=hook.on_trial(Path(folder))
+                    )
                 names = [*(tried or {})]
     except (errors.ModelError, errors.HookError) as error:
         raise ConfigError(str(error)) from error
@@ -338,7 +340,7 @@ def try_batch(
         key: run.invocation.option_name(key, getattr(run.spec, key))
         for key in ("model", "data", "task")
     }
-    layout = describe_call(state.plain_model, inputs)
+    layout = model_call.describe_call(state.plain_model, inputs)
     if layout and says_layout:
         run.say(layout)
     model = state.plain_model
@@ -386,7 +388,7 @@ def _trial(run: RunContext, state: TrainState) -> Iterator[None]:
     with (
         saved_state(state),
         torch.no_grad(),
-        evaluation_mode(state.model, state.task, state.device),
+        training_loop.evaluation_mode(state.model, state.task, state.device),
         run.precision.eval_context(state.plain_model),
     ):
         yield

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.core import ConfigError, KeywordInputs, RunContext, Task, TrainState, loss_of
-from runner.core.loop.records import name_problem
-from runner.core.loop.step import examples_in
+from runner.core import (
+    ConfigError,
+    RunContext,
+    Task,
+    TrainState,
+    batch_layout,
+    loss_of,
+    step_records,
+)
 from runner.diagnostics.data_checks import labels_of
 
 _LOSS_TOLERANCE = 1e-4
@@ -62,7 +68,7 @@ def check_loss_terms(returned: Any, task: Task) -> None:
         )
     loss, terms = returned
     for name, value in terms.items():
-        problem = name_problem(name)
+        problem = step_records.name_problem(name)
         if problem:
             raise ConfigError(f"{where} returned a value named {name!r}. {problem}")
         kind = f"a {type(value).__name__}"
@@ -140,7 +146,7 @@ def output_lines(
 def check_joinable(state: TrainState, batch: tuple[Any, Any], output: Any) -> None:
     """Raise ConfigError where the output compares the examples of a batch with each other, so that
     the outputs of several processes cannot be joined."""
-    size = examples_in(batch)
+    size = batch_layout.examples_in(batch)
     # All processes call the model, also one with an only example.
     half = tree_map(partial(_cut, size=size, part=slice(max(1, size // 2))), batch)
     part = state.call(half[0])
@@ -163,7 +169,7 @@ def packing_lines(state: TrainState, inputs: Any, output: Any) -> Iterator[str]:
         inputs: of a batch; its position_ids, int64 [B, T], are 0 where a text begins.
         output: of the model for these inputs.
     """
-    if not isinstance(inputs, KeywordInputs) or "position_ids" not in inputs:
+    if not isinstance(inputs, batch_layout.KeywordInputs) or "position_ids" not in inputs:
         return
     positions = inputs["position_ids"]
     tokens = inputs.get("input_ids")
@@ -172,7 +178,7 @@ def packing_lines(state: TrainState, inputs: Any, output: Any) -> Iterator[str]:
     changed = tokens.clone()
     high = tokens.max()
     changed[:, 0] = torch.where(tokens[:, 0] == high, tokens.min(), high)
-    other = state.call(KeywordInputs({**inputs, "input_ids": changed}))
+    other = state.call(batch_layout.KeywordInputs({**inputs, "input_ids": changed}))
     before, after = (getattr(each, "logits", each) for each in (output, other))
     is_later = (positions == 0).cumsum(1) > 1
     if not (isinstance(before, Tensor) and before.shape[:2] == tokens.shape and is_later.any()):
@@ -205,7 +211,7 @@ def _whole_and_halves(
     knows, of which the halves have other numbers.
     """
     task = state.task
-    size = examples_in((inputs, target))
+    size = batch_layout.examples_in((inputs, target))
 
     def loss_and_weight(part: list[int]) -> tuple[float, float]:
         cut = partial(_cut, size=size, part=part)

@@ -17,18 +17,17 @@ from runner.core import (
     LoadedCheckpoint,
     RunContext,
     RunnerError,
-    RunOutcome,
     RunResult,
     TrainState,
     errors,
     fmt,
     layout,
     random_streams,
+    run_context,
+    run_result,
     tensor_facts,
+    training_loop,
 )
-from runner.core.loop.loop import LoopHooks, evaluate_sets, fit, total_steps
-from runner.core.policy.loss_scale import watch_gradient_calls
-from runner.core.run.result import TIME_LIMIT
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
@@ -57,6 +56,7 @@ from runner.modes.training_outputs import (
     save_weights,
     wants_model_folders,
 )
+from runner.precision.gradient_hooks import watch_gradient_calls
 from runner.tracking.result_table import print_result
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
@@ -67,7 +67,9 @@ from runner.training.state_dict import starting_point
 _UNMEASURED = nullcontext()
 
 
-def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch) -> RunOutcome:
+def train(
+    run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
+) -> run_context.RunOutcome:
     """Train a run from its start or from a checkpoint.
 
     Args:
@@ -93,7 +95,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
     with run.precision.session(built.model, run.device):
         with run.signals.interruptible():
             sizes = describe_model(run, built)
-            steps = total_steps(spec.train, loaders.train)
+            steps = training_loop.total_steps(spec.train, loaders.train)
             state = build_state(run.setup, built.model, steps, built.plan)
             check_strategy(state, spec.train)
             describe_optimizers(run, state, steps)
@@ -133,12 +135,9 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
     result = build_result(run, sizes | summary, perf_counter() - start)
     problems = [failure, *unsaved] if failure else unsaved
     if problems:
-        _raise_failed(
-            run,
-            result,
-            (errors.Diverged if failure else errors.CheckpointError)("\n".join(problems)),
-        )
-    return RunOutcome(result, report)
+        kind = errors.Diverged if failure else errors.CheckpointError
+        _raise_failed(run, result, kind("\n".join(problems)))
+    return run_context.RunOutcome(result, report)
 
 
 def _raise_failed(run: RunContext, result: RunResult, error: RunnerError) -> NoReturn:
@@ -179,7 +178,7 @@ def _train_loop(
         for line in messages:
             run.say(line)
     loads = ExpertLoads(state.plain_model)
-    hooks = LoopHooks(
+    hooks = training_loop.LoopHooks(
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
         should_finish=callbacks.should_finish,
@@ -187,7 +186,7 @@ def _train_loop(
         evaluation=evaluation,
         gauges=loads.gauges,
     )
-    records = fit(state, loaders.train, loaders.validation, spec.train, hooks)
+    records = training_loop.fit(state, loaders.train, loaders.validation, spec.train, hooks)
     hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
@@ -224,7 +223,9 @@ def _test_metrics(
     evaluated = set_labels("test", loaders.test)
     try:
         with TrainingErrors(run, state, loaders.train, evaluated).explain():
-            metrics = evaluate_sets("test", state, loaders.test, run.stop_requested, hook)
+            metrics = training_loop.evaluate_sets(
+                "test", state, loaders.test, run.stop_requested, hook
+            )
     finally:
         loaders.close()
     if metrics is None:
@@ -245,7 +246,8 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             path = callbacks.save_last()
         except errors.CheckpointError as error:
             unsaved.append(str(error))
-        if path and (callbacks.early_end == TIME_LIMIT or run.signals.is_stop_requested()):
+        is_out_of_time = callbacks.early_end == run_result.TIME_LIMIT
+        if path and (is_out_of_time or run.signals.is_stop_requested()):
             run.say(f"checkpoint: {path}")
             if run.invocation.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {run.invocation.resume_text(run.out)}")

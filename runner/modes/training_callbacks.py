@@ -1,5 +1,6 @@
 """Make the callbacks that read a training's records, with the guard; write its checkpoints."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -8,21 +9,17 @@ from typing import Any
 import torch
 
 from runner.core import (
-    EvalRecord,
     LoadedCheckpoint,
     RunCallback,
     RunContext,
     RunHandle,
-    StepRecord,
-    TrainingEnd,
     TrainState,
     checkpoint_file,
     fmt,
+    run_result,
+    step_records,
+    training_loop,
 )
-from runner.core.loop.callback import dispatch
-from runner.core.loop.loop import is_evaluation_step, total_steps
-from runner.core.loop.records import Record
-from runner.core.run.result import TIME_LIMIT
 from runner.data.fingerprint import learned_facts
 from runner.data.sampling import restored_random_state
 from runner.data.step_samples import samples_of_step
@@ -88,7 +85,7 @@ class TrainingCallbacks:
         # The first may be after the first step, when nothing has changed between steps.
         self._attribute_checks_left = 2
         self._untrained: list[str] = []
-        self.planned_steps = total_steps(spec.train, loader)
+        self.planned_steps = training_loop.total_steps(spec.train, loader)
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
         self.handle = RunHandle("", state, run)
@@ -119,14 +116,15 @@ class TrainingCallbacks:
         # Checkpoints come last: what the guard refuses is not saved.
         every = spec.checkpoint.every_steps
         if every or spec.checkpoint.best:
-            due = partial(is_evaluation_step, spec.train, loader)
+            due = partial(training_loop.is_evaluation_step, spec.train, loader)
             quality = task.quality if spec.checkpoint.best else None
             self.callbacks.append(Checkpointing(self._save, every, due, quality, task.direction))
 
-    def dispatch(self, record: Record) -> None:
+    def dispatch(self, record: Sequence[step_records.StepRecord] | step_records.EvalRecord) -> None:
         """Pass a record to every callback, in order."""
-        dispatch(self.callbacks, record, self.handle)
-        if isinstance(record, EvalRecord):
+        for callback in self.callbacks:
+            callback.dispatch(record, self.handle)
+        if isinstance(record, step_records.EvalRecord):
             self.name_untrained()
 
     def name_untrained(self) -> None:
@@ -171,7 +169,7 @@ class TrainingCallbacks:
         if run.strategy.all_reduce_max(run.signals.number or 0):
             return
         result = self.summary.result_values()
-        end = TrainingEnd(
+        end = step_records.TrainingEnd(
             self.state.step, self.planned_steps, result["metrics"], result["best"], self.early_end
         )
         for callback in self.callbacks:
@@ -183,7 +181,7 @@ class TrainingCallbacks:
         reasons = [callback.stop_reason for callback in self.callbacks]
         is_cut = self.state.step < self.planned_steps and not self.run.signals.is_stop_requested()
         if self.run.spec.train.max_seconds and is_cut:
-            reasons.append(TIME_LIMIT)
+            reasons.append(run_result.TIME_LIMIT)
         return next(filter(None, reasons), "")
 
     @property
@@ -285,10 +283,10 @@ def _guard(run: RunContext, loader: DatasetLoader, start_step: int) -> Guard:
     """
     saver = batch_saver(run, loader)
 
-    def save(record: StepRecord, why: str) -> str:
+    def save(record: step_records.StepRecord, why: str) -> str:
         return saver.save(record.step, why, record.loss_scale, begun=start_step)
 
-    def cause(record: StepRecord) -> str | None:
+    def cause(record: step_records.StepRecord) -> str | None:
         # A data set may draw random numbers, and what explains an error must not hide it.
         with restored_random_state(), suppress(Exception):
             samples = samples_of_step(loader, run.spec.train.accumulate, record.step)

@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from runner.core import (
     ConfigError,
-    ModuleTape,
     RunContext,
     RunnerError,
     TrainState,
-    call_model,
     errors,
     fmt,
+    model_call,
+    module_tape,
+    training_loop,
 )
-from runner.core.loop.loop import evaluation_mode
 from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
@@ -159,14 +159,14 @@ class TrainingErrors:
                 with_gradient.append(name)
 
         with (
-            ModuleTape() as tape,
-            evaluation_mode(state.model, state.task, state.device),
+            module_tape.ModuleTape() as tape,
+            training_loop.evaluation_mode(state.model, state.task, state.device),
             torch.enable_grad(),
             state.forward_context(),
         ):
             for name, module in model.named_modules():
                 tape.watch_calls(name, module, end=note)
-            output = call_model(model, state.cast(inputs))
+            output = model_call.call_model(model, state.cast(inputs))
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         start = "The loss has no gradient, so nothing can train."
         if _requires_grad(output):

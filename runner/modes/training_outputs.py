@@ -21,18 +21,16 @@ from runner.core import (
     ConfigError,
     ConversionReport,
     Fate,
-    KeywordInputs,
     RunContext,
     RunOutput,
     TrainState,
-    call_model,
+    batch_layout,
     files,
     fmt,
     layout,
+    model_call,
     tensor_facts,
 )
-from runner.core.loop.batches import TARGET_FIELDS
-from runner.core.loop.model_call import taken_inputs
 from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.matrix_work import computation
@@ -323,21 +321,21 @@ def _export(run: RunContext, state: TrainState, inputs: Any) -> ExportedModel:
     task = state.task
 
     def call(model: nn.Module, inputs: Any) -> Any:
-        output = call_model(model, inputs)
+        output = model_call.call_model(model, inputs)
         return task.select(output) if isinstance(task, TensorTask) else output
 
-    inputs = taken_inputs(state.plain_model, inputs)
+    inputs = model_call.taken_inputs(state.plain_model, inputs)
     folder = run.out / "model"
     write = partial(
         export, state.plain_model, run.precision, folder=folder, call=call, plan=state.plan
     )
-    if isinstance(task, ModelLoss) and isinstance(inputs, KeywordInputs):
+    if isinstance(task, ModelLoss) and isinstance(inputs, batch_layout.KeywordInputs):
         # Who asks a model for its outputs has no labels; a model that cannot run without them is
         # exported with them.
-        labels = (task.target_field,) if task.target_field else TARGET_FIELDS
+        labels = (task.target_field,) if task.target_field else batch_layout.TARGET_FIELDS
         kept = {name: part for name, part in inputs.items() if name not in labels}
         with suppress(ExportError):
-            return write(KeywordInputs(kept))
+            return write(batch_layout.KeywordInputs(kept))
     return write(inputs)
 
 

@@ -7,17 +7,18 @@ own is a subclass of BasePrecision.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from runner.core.base.errors import ConfigError as ConfigError
-from runner.core.base.errors import PolicyError as PolicyError
-from runner.core.base.errors import Unavailable as Unavailable
+from runner.core import ConfigError as ConfigError
+from runner.core import Unavailable as Unavailable
+from runner.core import errors
 
 if TYPE_CHECKING:
-    from runner.core.policy.conversion_report import ConversionReport as ConversionReport
-    from runner.core.policy.precision import Precision as Precision
+    from runner.core import ConversionReport as ConversionReport
+    from runner.core import Precision as Precision
     from runner.precision.base import BasePrecision as BasePrecision
     from runner.precision.policy import Policy as Policy
     from runner.precision.policy import precision as precision
 
+PolicyError = errors.PolicyError
 _MODULES = {
     "BasePrecision": "runner.precision.base",
     "ConversionReport": "runner.core",

@@ -9,19 +9,25 @@ ConvertingPrecision, like Float8Precision.
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConversionPlan, ConversionReport, Precision, random_streams, tensor_facts
-from runner.core.policy.precision import NO_PLAN, ComputeFormat
-from runner.core.policy.sessions import Session, Switches, open_session
+from runner.core import (
+    ConversionPlan,
+    ConversionReport,
+    Precision,
+    random_streams,
+    sessions,
+    tensor_facts,
+)
 from runner.precision.casting import (
     autocast,
     cast_fields,
@@ -55,7 +61,7 @@ _SWITCHES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_preci
 MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
 # Operands are scaled to the format's range first. Output gradients are in e4m3 too in most recipes,
 # and e5m2, which the others take, is wider.
-FP8_LAYERS = ComputeFormat("float8_e4m3fn", ("activations", "weights", "gradients"))
+FP8_LAYERS = {"float8_e4m3fn": ("activations", "weights", "gradients")}
 
 
 class BasePrecision(Precision):
@@ -84,14 +90,14 @@ class BasePrecision(Precision):
             yield
             return
         wanted = self._switches(model, device)
-        with open_session(Session(self.name, wanted, switched(wanted, model))):
+        with sessions.open_session(sessions.Session(self.name, wanted, switched(wanted, model))):
             yield
 
     def convert(
         self,
         model: nn.Module,
         device: torch.device = tensor_facts.CPU_DEVICE,
-        plan: ConversionPlan = NO_PLAN,
+        plan: ConversionPlan = ConversionPlan(),
     ) -> tuple[nn.Module, ConversionReport]:
         self._check_model(model)
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
@@ -104,14 +110,14 @@ class BasePrecision(Precision):
         """Raise ConfigError for a model that cannot be converted."""
 
     def forward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         if self.has_autocast:
             return autocast(device.type, self.compute, plan.caches_casts)
         return self._default_dtype(plan)
 
     def backward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         return self._default_dtype(plan)
 
@@ -122,7 +128,7 @@ class BasePrecision(Precision):
             return _NO_CONTEXT
         return default_dtype(self.storage)
 
-    def cast(self, inputs: Any, plan: ConversionPlan = NO_PLAN) -> Any:
+    def cast(self, inputs: Any, plan: ConversionPlan = ConversionPlan()) -> Any:
         return cast_fields(inputs, self.storage, plan.wide_inputs)
 
     def cast_target(self, target: Any) -> Any:
@@ -136,7 +142,7 @@ class BasePrecision(Precision):
     def kernels(self, model: nn.Module, device: torch.device) -> str:
         return self._switches(model, device).kernels if self.float32_matmul else ""
 
-    def _switches(self, model: nn.Module, device: torch.device) -> Switches:
+    def _switches(self, model: nn.Module, device: torch.device) -> sessions.Switches:
         """Return what a session switches, so that products are computed as the keys say."""
         kernels = ""
         matmul = self.float32_matmul
@@ -167,7 +173,9 @@ class BasePrecision(Precision):
         concerning: set[Hashable] = {"tf32", self.storage, self.compute}
         if self.has_autocast:
             concerning |= {"cuda_casts", "grouped_casts"}  # without autocast they change nothing
-        return Switches(matmul, self.reduced_precision_reduction, replaced, concerning, kernels)
+        return sessions.Switches(
+            matmul, self.reduced_precision_reduction, replaced, concerning, kernels
+        )
 
     def _product_problems(self) -> list[str]:
         """Return a sentence for each value that is not allowed, of the keys that say how products
@@ -182,7 +190,7 @@ class BasePrecision(Precision):
 
 
 @contextmanager
-def switched(switches: Switches, model: nn.Module) -> Iterator[None]:
+def switched(switches: sessions.Switches, model: nn.Module) -> Iterator[None]:
     """Return the context in which switches are set, and after which torch's own are restored, also
     after an exception.
 
@@ -244,7 +252,7 @@ class ConvertingPrecision(BasePrecision):
     keeps_dtypes = False
     skips_shared = False
     layers_compute_in = ""
-    layer_formats: ClassVar[tuple[ComputeFormat, ...]] = ()
+    layer_formats: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({})
     name: str
     _: KW_ONLY
     ignore_modules: Sequence[str] = ()
@@ -275,7 +283,7 @@ class ConvertingPrecision(BasePrecision):
         self,
         model: nn.Module,
         device: torch.device = tensor_facts.CPU_DEVICE,
-        plan: ConversionPlan = NO_PLAN,
+        plan: ConversionPlan = ConversionPlan(),
     ) -> tuple[nn.Module, ConversionReport]:
         # Before the conversion: what either refuses leaves the model unchanged.
         kept = find_kept_modules(model, self.keep_fp32, self.storage)
@@ -307,5 +315,5 @@ class ConvertingPrecision(BasePrecision):
         return f"{self.layers_compute_in} in linear layers, {super().compute_format} elsewhere"
 
     @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        return (*self.layer_formats, *super().formats)
+    def formats(self) -> Mapping[str, Sequence[str]]:
+        return {**self.layer_formats, **super().formats}

@@ -34,12 +34,12 @@ from torch.utils._pytree import tree_leaves
 from runner.core import (
     ConfigError,
     fmt,
+    module_tape,
     module_tree,
     random_streams,
-    suppress_warnings,
     tensor_facts,
+    terminal,
 )
-from runner.core.base.module_tape import is_in_backward
 
 
 @cache
@@ -346,11 +346,11 @@ class _RecomputationDtype(DefaultDtype):
                 part.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if is_in_backward():
+        if module_tape.is_in_backward():
             self.__enter__()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_in_backward():
+        if module_tape.is_in_backward():
             self.__exit__()
 
 
@@ -443,7 +443,7 @@ def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
     default dtype is the storage dtype."""
     try:
         # Without memory, as transformers' own loading builds it first.
-        with torch.device("meta"), torch.random.fork_rng(devices=[]), suppress_warnings():
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), terminal.suppress_warnings():
             built = type(model)._from_config(deepcopy(model.config), dtype=storage)
     except Exception:
         # A class of one's own may take more than a config. Every architecture has these in float32.

@@ -22,11 +22,10 @@ from runner.core import (
     ConversionPlan,
     ConversionReport,
     Fate,
+    ModuleConversion,
     module_tree,
     tensor_facts,
 )
-from runner.core.policy.conversion_report import ModuleConversion, summarize_modules
-from runner.core.policy.precision import NO_PLAN
 from runner.precision.casting import KEEP_FP32_REASON, no_op_hook
 from runner.precision.layers.conv1d import layer_widths
 from runner.precision.layers.experts import (
@@ -78,7 +77,7 @@ class ConversionRules:
     skips_shared: bool = False
     kept: Collection[str] = ()
     experts: Mapping[str, bool] = field(default_factory=dict)
-    plan: ConversionPlan = NO_PLAN
+    plan: ConversionPlan = ConversionPlan()
 
     def stacks(self, path: str, module: nn.Module) -> dict[str, bool]:
         """Return the stacked weights of experts that a module holds, by name, and whether each is
@@ -406,8 +405,7 @@ def _check_conversion(
     """Raise ConfigError where no module is chosen, or a chosen one's weight has a hook that the new
     weight would not have."""
     if not chosen:
-        reasons = summarize_modules(report.modules)
-        reasons = reasons or ["it has no layer of a kind that it converts"]
+        reasons = report.summaries() or ["it has no layer of a kind that it converts"]
         if len(reasons) > 4:
             reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
         _, weights = report.weight_counts

@@ -23,13 +23,12 @@ from runner.core import (
     ConversionPlan,
     ConversionReport,
     Fate,
-    ModuleTape,
     Precision,
     fmt,
+    module_tape,
     module_tree,
     tensor_facts,
 )
-from runner.core.base.module_tape import ROOT
 from runner.precision.casting import (
     KeptInFloat32,
     double_parts,
@@ -293,14 +292,14 @@ class WideTrial(TorchFunctionMode):
         is_half = storage.itemsize == 2
         self._storage = storage
         self._makes_float32 = makes_float32
-        named = [(name or ROOT, module) for name, module in model.named_modules()]
+        named = [(name or module_tape.ROOT, module) for name, module in model.named_modules()]
         self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
         self.parts = {} if storage is torch.float64 else double_parts(model)
         self._origins: dict[int, tuple[Tensor, set[Any]]] = {}  # by id of the tensor, kept alive
         self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
         self.found, self.refused, self.indices = set[Any](), set[Any](), set[Any]()
         self.losing = set[str]()
-        self._tape = ModuleTape()
+        self._tape = module_tape.ModuleTape()
         for name, module in named:
             self._tape.watch_calls(name, module, end=self._note_outputs)
         for kept in self._kept.values():

@@ -11,8 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core import Unavailable, refuse, suppress_warnings
-from runner.core.base.tpu import is_tpu
+from runner.core import Unavailable, accelerators, refuse, terminal
 from runner.precision import devices, options
 from runner.precision.base import FP8_LAYERS, ConvertingPrecision
 from runner.precision.casting import autocast_input
@@ -59,7 +58,7 @@ class Float8Precision(ConvertingPrecision):
     """
 
     layers_compute_in = "FP8"
-    layer_formats = (FP8_LAYERS,)
+    layer_formats = FP8_LAYERS
     sort_key = (-1, 1)  # type: ignore[assignment]  # after TransformerEngine's
     recipe: str
     weights: str = "float32"
@@ -98,7 +97,7 @@ class Float8Precision(ConvertingPrecision):
         if device.type == "mps":
             # It lacks the float64 in which scales are computed, too.
             where_and_why = "mps, not even emulated: it has no FP8 dtypes"
-        elif is_tpu(device):
+        elif accelerators.is_tpu(device):
             where_and_why = "a TPU, not even emulated: its recipes are those of NVIDIA GPUs"
         if where_and_why:
             raise Unavailable(
@@ -134,7 +133,7 @@ class Float8Precision(ConvertingPrecision):
 
     def convert_layer(self, module: nn.Module, device: torch.device) -> None:
         if self._is_mx:
-            with suppress_warnings():
+            with terminal.suppress_warnings():
                 from runner.precision.layers.mxfp8_linear import KernelPreference, Mxfp8Linear
 
             change_class(
@@ -144,7 +143,7 @@ class Float8Precision(ConvertingPrecision):
                 wgrad_with_hp=self.recipe.endswith("wgrad_with_hp"),
             )
             return
-        with suppress_warnings():
+        with terminal.suppress_warnings():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulated)

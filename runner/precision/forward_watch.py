@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from runner.core import ConversionPlan, ConversionReport, Fate, ModuleTape, Strategy, tensor_facts
+from runner.core import ConversionPlan, ConversionReport, Fate, Strategy, module_tape, tensor_facts
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.layers.conv1d import is_packed
 from runner.precision.layers.experts import Experts, ExpertsWatch, expert_stacks
@@ -147,7 +147,7 @@ class ForwardWatch(TorchFunctionMode):
         self._watches: dict[Experts, ExpertsWatch] = {}
         # The forwards that run now, the outermost first.
         self._running: list[_Forward] = []
-        self._tape = ModuleTape()
+        self._tape = module_tape.ModuleTape()
 
     @property
     def bypassed(self) -> set[str]:

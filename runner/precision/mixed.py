@@ -14,18 +14,17 @@ from torch import nn
 from runner.core import (
     ConfigError,
     LossScale,
-    NoLossScale,
     Precision,
     Unavailable,
+    accelerators,
     fmt,
     refuse,
     tensor_facts,
 )
-from runner.core.base.tpu import is_tpu
-from runner.core.policy.loss_scale import DynamicLossScale, check_loss_scale
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
 from runner.precision.casting import find_kept_tensors
+from runner.precision.dynamic_loss_scale import DynamicLossScale, check_loss_scale
 from runner.precision.emulation.cpu_kernels import KernelChoice
 
 
@@ -81,7 +80,9 @@ class MixedPrecision(BasePrecision):
         self._derive(compute=options.DTYPES[self.dtype])
 
     def substitute(self, device: torch.device) -> Precision:
-        if not (self.allow_substitute and is_tpu(device) and self.compute is torch.float16):
+        if not (
+            self.allow_substitute and accelerators.is_tpu(device) and self.compute is torch.float16
+        ):
             return self
         text = "runs as bf16-mixed, and is recorded so: a TPU has no float16."
         warnings.warn(f"precision={self.name} {text}", stacklevel=2)
@@ -89,7 +90,11 @@ class MixedPrecision(BasePrecision):
         return replace(self, name="bf16-mixed", dtype="bfloat16", loss_scale=None)
 
     def require(self, device: torch.device) -> None:
-        if is_tpu(device) and self.compute is torch.float16 and not self.allow_substitute:
+        if (
+            accelerators.is_tpu(device)
+            and self.compute is torch.float16
+            and not self.allow_substitute
+        ):
             raise Unavailable(
                 f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-mixed, or precision.allow_substitute=true to have that run in "
@@ -114,5 +119,5 @@ class MixedPrecision(BasePrecision):
 
     def scale(self, device: torch.device) -> LossScale:
         if self.loss_scale is None:
-            return NoLossScale()
+            return LossScale()
         return DynamicLossScale(device, **self.loss_scale)

@@ -23,6 +23,7 @@ from runner.core import (
     ConfigError,
     ConversionReport,
     Precision,
+    RunSpec,
     Unavailable,
     accelerators,
     fmt,
@@ -30,14 +31,12 @@ from runner.core import (
     targets,
     tensor_facts,
 )
-from runner.core.base.tpu import is_tpu
-from runner.core.config.instantiation import Arguments, keywords, locate
-from runner.core.config.schema import PRECISION_ALIASES
-from runner.core.policy.loss_scale import ScaledGradients, describe_hooks, gradient_hooks
 from runner.precision import PolicyError
 from runner.precision.conversion import is_converted
 from runner.precision.forward_watch import ForwardWatch, converted_layers, expert_layouts
+from runner.precision.gradient_hooks import describe_hooks, gradient_hooks
 from runner.precision.registry import precision_config
+from runner.precision.scaled_gradients import ScaledGradients
 from runner.precision.wide_step import attach_update, check_state_dtype
 
 _STATE_KEYS = {"precision", "loss_scale", "precision_state", "steps", "skipped_steps"}
@@ -65,7 +64,7 @@ def precision(
         ConfigError: the name, a key, a value or the device is not known.
         Unavailable: this machine lacks what the precision or the device needs.
     """
-    text = PRECISION_ALIASES.get(str(name), str(name))
+    text = RunSpec.PRECISION_ALIASES.get(str(name), str(name))
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir} is no folder in {Path.cwd()}.")
@@ -73,8 +72,8 @@ def precision(
     path = node.get("_target_")
     if not isinstance(path, str):
         raise ConfigError(f"precision={text} has no _target_. Name a class in its yaml.")
-    passed = Arguments("precision", path, [], keywords(node), 0, False)
-    refuse([*passed.problems(locate(path))])
+    passed = targets.Arguments("precision", path, [], targets.keywords(node), 0, False)
+    refuse([*passed.problems(targets.locate(path))])
     return Policy(targets.build_group("precision", node), device)
 
 
@@ -476,7 +475,7 @@ def _resolve_device(device: str | torch.device) -> torch.device:
     if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
         # The one that torch.cuda.set_device chose for this process.
         return torch.device("cuda", torch.cuda.current_device())
-    if is_tpu(wanted):
+    if accelerators.is_tpu(wanted):
         return wanted
     if wanted.type not in accelerators.KINDS:
         raise unknown

@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 
 from runner.core import (
     ConfigError,
+    Mode,
     Precision,
     RunSpec,
     Strategy,
     Unavailable,
     layout,
-    mode_named,
     targets,
 )
 
@@ -178,7 +178,7 @@ def build_precision(spec: RunSpec, device: torch.device, strategy: Strategy) -> 
             f"precision={precision.name}. Allowed here: null. Type strategy.reduce_dtype=null."
         )
     # Other modes add nothing: they load a run's adapter, or merge it where it does not fit.
-    if adapter_node is not None and mode_named(spec.mode).adapts:
+    if adapter_node is not None and Mode.named(spec.mode).adapts:
         adapter = targets.build_group("adapter", adapter_node)
         # An adapter of the user's own may lack it.
         if hasattr(adapter, "check_precision"):

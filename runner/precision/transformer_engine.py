@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.core import ConversionPlan, ConversionReport, Strategy, Unavailable, refuse
-from runner.core.policy.precision import NO_PLAN
 from runner.precision import options, te_recipes
 from runner.precision.base import FP8_LAYERS, ConvertingPrecision
 from runner.precision.casting import DefaultDtype
@@ -61,7 +60,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
     """
 
     layers_compute_in = "FP8"
-    layer_formats = (FP8_LAYERS,)
+    layer_formats = FP8_LAYERS
     # One byte for nvfp4 too, so that all recipes of the library are listed together.
     sort_key = (-1, 0)  # type: ignore[assignment]
     float32_matmul = "highest"
@@ -144,7 +143,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
             check_eps(self.name, optimizers)
 
     def forward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         # Elsewhere the library's products cannot run.
         if device.type != "cuda" and not self.emulated:
@@ -155,7 +154,7 @@ class TransformerEnginePrecision(ConvertingPrecision):
         return self._contexts[dtype]
 
     def backward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         # Entering the library's context again would move the scales of delayed scaling; a layer
         # that is recomputed there raises (refuse_recompute).

@@ -9,8 +9,7 @@ from typing import final
 
 import torch
 
-from runner.core import ConfigError, Unavailable, refuse
-from runner.core.base.tpu import is_tpu
+from runner.core import ConfigError, Unavailable, accelerators, refuse
 from runner.precision import devices, options
 from runner.precision.base import BasePrecision
 from runner.precision.emulation.cpu_kernels import KernelChoice
@@ -71,13 +70,13 @@ class TruePrecision(BasePrecision):
                 )
 
     def require(self, device: torch.device) -> None:
-        if self.storage is torch.float64 and (device.type == "mps" or is_tpu(device)):
-            kind = "a TPU" if is_tpu(device) else "an Apple GPU (mps)"
+        if self.storage is torch.float64 and (device.type == "mps" or accelerators.is_tpu(device)):
+            kind = "a TPU" if accelerators.is_tpu(device) else "an Apple GPU (mps)"
             raise Unavailable(
                 f"precision={self.name} cannot run on {kind}, which has no float64 units.",
                 "Type accelerator=cpu, or precision=32-true.",
             )
-        if self.storage is torch.float16 and is_tpu(device):
+        if self.storage is torch.float16 and accelerators.is_tpu(device):
             raise Unavailable(
                 f"precision={self.name} cannot run on a TPU, whose half precision is bfloat16.",
                 "Type precision=bf16-true.",

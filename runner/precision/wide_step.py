@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core import ConfigError, tensor_facts
-from runner.core.policy.gradients import parameters_of
+from runner.core import ConfigError, gradients, tensor_facts
 from runner.precision.weight_updates import (
     STORES,
     Nearest,
@@ -69,7 +68,7 @@ def attach_update(
         return
     name = type(optimizer).__name__
     held = _attribute_with_parameters(optimizer)
-    if held and any(map(tensor_facts.is_narrow, parameters_of(optimizer))):
+    if held and any(map(tensor_facts.is_narrow, gradients.parameters_of(optimizer))):
         setting, without = f"precision.update={rule}", "precision.update=nearest"
         if rule == Nearest.name:
             setting, without = "optimizer.state_dtype", "optimizer.state_dtype=null"
@@ -121,7 +120,7 @@ def kept_dtype(
 def _attribute_with_parameters(optimizer: Optimizer) -> str:
     """Return the name of an attribute that holds parameters besides those of torch's own; empty
     for none."""
-    ids = {*map(id, parameters_of(optimizer))}
+    ids = {*map(id, gradients.parameters_of(optimizer))}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state", "defaults"):
             continue
@@ -186,7 +185,7 @@ class _WideStep:
         group = self.optimizer.param_groups[0]
         group[ROUNDED_STEPS] = count = group.get(ROUNDED_STEPS, 0) + 1
         step_seed = self.seed * 1_000_003 + count
-        self._generators = seeded_generators(parameters_of(self.optimizer), step_seed)
+        self._generators = seeded_generators(gradients.parameters_of(self.optimizer), step_seed)
 
     def _chunks(self, every: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
         """Yield the parameters of each group that are stepped together."""
@@ -277,7 +276,7 @@ class _WideStep:
     def _restore_dtypes(self, optimizer: Optimizer) -> None:
         """Undo torch's cast of all loaded state to the dtype of its parameter."""
         saved, self._loaded = self._loaded["state"], {}
-        params = parameters_of(optimizer)
+        params = gradients.parameters_of(optimizer)
         for index, values in saved.items():
             p = params[index]
             for key, value in values.items():
@@ -340,7 +339,7 @@ def check_state_dtype(key: str, optimizer: Optimizer, state_dtype: torch.dtype) 
             f"{given}: {name} keeps its state in a format of its own. Allowed: an optimizer of "
             f"torch.optim, or of your own. Leave {key} out, or type optimizer=adamw."
         )
-    others = {p.dtype for p in parameters_of(optimizer)}.difference(_WEIGHT_DTYPES)
+    others = {p.dtype for p in gradients.parameters_of(optimizer)}.difference(_WEIGHT_DTYPES)
     if others:
         names = ", ".join(sorted(map(tensor_facts.dtype_name, others)))
         raise ConfigError(

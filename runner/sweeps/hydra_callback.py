@@ -21,13 +21,12 @@ from runner.config.hydra_plugins import ADVISE, ISOLATED
 from runner.config.overrides import SWEEP_KEYS, YAML_LOADER, override_texts
 from runner.core import (
     ConfigError,
+    Mode,
     RunnerError,
     Unavailable,
     files,
-    mode_named,
     refuse,
     secrets,
-    suppress_warnings,
     terminal,
 )
 from runner.sweeps.room import ADVISE_USAGE_MESSAGE
@@ -105,7 +104,7 @@ class SweepCallback(Callback):
 
         tracking = OmegaConf.to_container(config.tracking, resolve=True)
         assert isinstance(tracking, dict)
-        if not mode_named(config.mode).is_recorded and not mode_named(config.mode).chooses_jobs:
+        if not Mode.named(config.mode).is_recorded and not Mode.named(config.mode).chooses_jobs:
             tracking = {"_target_": "runner.core.record.tracker.NoTracker"}
         overrides = override_texts(config.hydra.overrides.task)
         folder = Path(config.hydra.sweep.dir).absolute()
@@ -170,7 +169,7 @@ def _prepare(config: DictConfig) -> None:
         )
     sweeper = str(config.hydra.sweeper.get("_target_"))
     _check_sweep_keys(config)
-    if (sweeper == ADVISE) != mode_named(config.mode).chooses_jobs:
+    if (sweeper == ADVISE) != Mode.named(config.mode).chooses_jobs:
         raise ConfigError(ADVISE_USAGE_MESSAGE)
     if sweeper == ADVISE:
         from runner.sweeps.advisor.schedule import prepare_sweeper
@@ -194,7 +193,7 @@ def _check_sweep_keys(config: DictConfig) -> None:
             raise ConfigError(f"{key}={value}: type true or false.")
     if not settings.fail_fast:
         return
-    if mode_named(config.mode).chooses_jobs:
+    if Mode.named(config.mode).chooses_jobs:
         raise ConfigError(
             f"sweep.fail_fast=true: in mode={config.mode} a precision that fails is an answer. "
             "Leave it out."
@@ -239,7 +238,7 @@ def _prepare_search(config: DictConfig) -> None:
     Raises:
         ConfigError: the direction is unknown, or the mode measures nothing.
     """
-    if not mode_named(config.mode).is_recorded:
+    if not Mode.named(config.mode).is_recorded:
         raise ConfigError(
             f"hydra/sweeper=optuna has nothing to look for in mode={config.mode}. Leave one of "
             "them out."
@@ -253,7 +252,7 @@ def _prepare_search(config: DictConfig) -> None:
     # is text, or a list for several objectives.
     if isinstance(config.hydra.sweeper.direction, Enum):
         # The task of a checkpoint is not read here.
-        direction = _task_direction(config) if mode_named(config.mode).trains else ""
+        direction = _task_direction(config) if Mode.named(config.mode).trains else ""
         if direction not in _DIRECTIONS:
             raise ConfigError(
                 "Optuna cannot know here whether more or less is better "
@@ -265,7 +264,7 @@ def _prepare_search(config: DictConfig) -> None:
     # Optuna would report each failed job as one without a number; the job itself has said why.
     logging.getLogger(_OPTUNA.rstrip(".")).setLevel(logging.CRITICAL)
     # Optuna 2 uses names that SQLAlchemy deprecates.
-    with suppress_warnings():
+    with terminal.suppress_warnings():
         import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -24,20 +24,20 @@ from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.resolve import register_schema, remove_keys, resolve_spec
 from runner.core import (
     ConfigError,
+    Mode,
     RunnerError,
     RunResult,
+    RunSpec,
     Unavailable,
     files,
     fmt,
     layout,
-    mode_named,
+    run_result,
     secrets,
     stop_signals,
     terminal,
     torchrun,
 )
-from runner.core.config.schema import AUTO
-from runner.core.run.result import Status
 from runner.output.lasting_output import lasting_output
 from runner.sweeps.job_result import (
     is_sweep_job,
@@ -104,7 +104,7 @@ class _Failure:
         has_result: True if the run wrote its result itself.
     """
 
-    status: "Status"
+    status: "run_result.Status"
     message: str
     exit_status: int
     has_result: bool = False
@@ -129,7 +129,7 @@ def run_job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping, leaves_line).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        from runner.core.run.result import UNTRIED
+        from runner.core import run_result
         from runner.sweeps.sweep_progress import alike_job
 
         skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
@@ -137,7 +137,7 @@ def run_job(config: DictConfig) -> float | None:
         precision = str(HydraConfig.get().runtime.choices["precision"])
         # The line of a trial, or of a job that was not tried, says why; that of a job that fails
         # like an earlier one names it.
-        is_in_line = leaves_line and (_is_trial() or status in UNTRIED)
+        is_in_line = leaves_line and (_is_trial() or status in run_result.UNTRIED)
         if not (is_in_line or (leaves_line and alike_job(folder, precision, str(error)))):
             print_error_once(error)
         failure = _Failure(status, str(error), error.exit_status, error.finished)
@@ -173,7 +173,7 @@ def run_job(config: DictConfig) -> float | None:
     return None
 
 
-def _error_status(error: RunnerError, skips_refused: bool) -> "Status":
+def _error_status(error: RunnerError, skips_refused: bool) -> "run_result.Status":
     """Return the status of a job's result after an error."""
     if error.exit_status > 128:
         return "stopped"
@@ -188,7 +188,7 @@ def _leaves_line(config: DictConfig) -> bool:
     # A job that a user types again has no id.
     is_typed = OmegaConf.is_missing(settings.job, "id")
     is_verbose = settings.callbacks["sweep"].verbose or is_typed
-    return not is_verbose and mode_named(config.mode).takes_processes
+    return not is_verbose and Mode.named(config.mode).takes_processes
 
 
 def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) -> "RunResult":
@@ -266,10 +266,10 @@ def _raise_eps(config: DictConfig, job: str) -> str:
 def _finished_before(config: DictConfig, folder: Path, sweeping: bool) -> "RunResult | None":
     """Return the result of a resumed job that is finished; set up any other to resume."""
     resumes_sweep = sweeping and HydraConfig.get().callbacks["sweep"].resume
-    if resumes_sweep and mode_named(config.mode).trains:
+    if resumes_sweep and Mode.named(config.mode).trains:
         with read_write(config):
-            config.checkpoint.resume = AUTO
-    if not (resumes_sweep or config.checkpoint.resume == AUTO):
+            config.checkpoint.resume = RunSpec.AUTO
+    if not (resumes_sweep or config.checkpoint.resume == RunSpec.AUTO):
         return None
     from runner.sweeps.sweep_resume import final_result
 

@@ -21,7 +21,7 @@ from runner.core import Invocation, fmt, layout, secrets
 from runner.sweeps.manifest import Manifest
 
 if TYPE_CHECKING:
-    from runner.core.run.result import Status
+    from runner.core import run_result
 
 
 def is_sweep_job() -> bool:
@@ -103,7 +103,9 @@ def job_words() -> list[str]:
     return [precision, *(text for text in swept if not text.startswith("precision="))]
 
 
-def record_result(config: DictConfig, folder: Path, status: "Status", message: str) -> None:
+def record_result(
+    config: DictConfig, folder: Path, status: "run_result.Status", message: str
+) -> None:
     """Write result.json for a job that failed before producing a result.
 
     HydraConfig must be that job's, see job_hydra_config.

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from runner.core import ConfigError, files, layout, secrets, signature
-from runner.core.config.annotations import dataclass_fields_from_json
 
 _WORD_LIST_KEYS = ("command", "overrides", "left_out")
 
@@ -77,7 +76,7 @@ class Manifest:
         if not path.is_file():
             raise ConfigError(f"{folder} is not a sweep: it holds no {layout.MANIFEST}.")
         try:
-            values = dataclass_fields_from_json(cls, files.read_json(path))
+            values = files.dataclass_fields_from_json(cls, files.read_json(path))
             for key in _WORD_LIST_KEYS:
                 values[key] = [str(word) for word in values.get(key, ())]
             return cls(**values)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from runner.core import ConfigError, Mode, Room, RunSpec
-from runner.core.config.schema import count_problems
+from runner.core import ConfigError, Mode, Room, RunSpec, errors
 
 if TYPE_CHECKING:
-    from runner.core import PlannedRun, Strategy
+    from runner.core import Strategy, run_context
 
 OBJECTIVES = ("time", "memory", "quality")
 MIN_BUDGET_SECONDS = 10
@@ -63,7 +62,7 @@ class AdviseSpec:
 
     def problems(self, spec: "RunSpec") -> Iterator[str]:
         """Yield a message for each value that is not allowed."""
-        yield from count_problems("advise", self, ("steps",))
+        yield from errors.count_problems("advise", self, ("steps",))
         if not self.seconds:
             yield f"advise.budget={self.budget} is no duration. Type for example 90s, 5m or 1h."
         elif self.seconds < MIN_BUDGET_SECONDS:
@@ -90,7 +89,7 @@ class Advise(Mode):
     chooses_jobs = True
 
     def plan(
-        self, plan: "PlannedRun", say: Callable[[str], None], strategy: "Strategy"
+        self, plan: "run_context.PlannedRun", say: Callable[[str], None], strategy: "Strategy"
     ) -> NoReturn:
         raise ConfigError(ADVISE_USAGE_MESSAGE)
 

@@ -35,7 +35,6 @@ from runner.core import (
     targets,
     terminal,
 )
-from runner.core.record.record_lines import Status
 from runner.output.console import plain_console, without_numbers
 from runner.output.markup import markdown_code, terminal_table
 from runner.sweeps.manifest import Manifest
@@ -241,7 +240,7 @@ class Sweep:
             _print_conclusion(console, data)
         jobs_file = self._store_report(data)
         error = f"{answer.failed} of {len(data.jobs)} jobs did not finish."
-        run_status: Status = "FAILED" if status or answer.failed else "FINISHED"
+        run_status: journals.Status = "FAILED" if status or answer.failed else "FINISHED"
         # 128 + the signal's number: a stop, by a shell's convention.
         run_status = "KILLED" if status > 128 else run_status
         self.tracker.close(run_status, error if answer.failed else None)

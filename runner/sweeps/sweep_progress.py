@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from runner.core import ConfigError, RunResult, fmt, layout
-from runner.core.run.result import UNTRIED
+from runner.core import ConfigError, RunResult, fmt, layout, run_result
 from runner.output.console import plain_console, without_numbers
 from runner.sweeps.manifest import Manifest
 from runner.tracking.result_table import read_results, result_line
@@ -56,7 +55,7 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         ended = _ended_results(sweep)
         place = _place(manifest, number or len(ended) + (result.status == "stopped"))
         line = f"{place}  {result_line(result)}"
-        is_untried = result.status in UNTRIED
+        is_untried = result.status in run_result.UNTRIED
         reason = result.error.partition("\n")[0].removesuffix(".")
         line += f", its log is in {folder}" if reason and is_elsewhere else ""
         known = alike_job(folder, result.precision, result.error)

@@ -11,8 +11,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.overrides import as_typed, rewrite_arguments
 from runner.config.python_objects import given_keys
-from runner.core import ConfigError, RunResult, fmt, layout, secrets, signature, terminal
-from runner.core.config.invocation import python_call
+from runner.core import (
+    ConfigError,
+    Invocation,
+    RunResult,
+    fmt,
+    layout,
+    secrets,
+    signature,
+    terminal,
+)
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.room import ROOM
 from runner.tracking import locate
@@ -261,7 +269,9 @@ class Command(NamedTuple):
         objects = given_keys()
         if not objects:
             return terminal.quote_command([*RUNNER_COMMAND, *self.words])
-        return python_call(self.function, [word for word in self.words if "=" in word], objects)
+        return Invocation.python_call(
+            self.function, [word for word in self.words if "=" in word], objects
+        )
 
 
 def resume_command(folder: str | Path, *lists: str) -> Command:

@@ -18,8 +18,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from runner.core import fmt
-from runner.core.record.record_lines import NOTE_TAG
+from runner.core import fmt, journals
 from runner.output.markup import markdown_text
 
 if TYPE_CHECKING:
@@ -296,11 +295,11 @@ def tags_to_set(
         if not old or is_outdated:
             new_tags[tag] = new
     note = dashboard_note(experiment_id, {**existing, **new_tags})
-    old_note = existing.get(NOTE_TAG) or ""
+    old_note = existing.get(journals.NOTE_TAG) or ""
     # A note of ours holds links alone.
     rest = re.sub(r"\[[^\n]*?\]\(#/\S*\)( · )?", "", old_note)
     if old_note != note and (not old_note or rest == _NOTE_BEGIN):
-        new_tags[NOTE_TAG] = note
+        new_tags[journals.NOTE_TAG] = note
     return new_tags
 
 

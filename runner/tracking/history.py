@@ -17,8 +17,7 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.core import files, journals, layout
-from runner.core.record.metric_names import LOSS_SCALE_CHANGES
+from runner.core import files, journals, layout, metric_names
 from runner.data.unpacked_size import MAX_UNPACKED_BYTES
 from runner.tracking.uri import RefusedError
 
@@ -93,7 +92,7 @@ def to_frame(curves: Mapping[str, Curve]) -> "pandas.DataFrame":
     for name, (steps, times_ms, values) in sorted(curves.items()):
         index = steps.astype(int)
         times.append(pandas.Series(times_ms, index=index))
-        if name != LOSS_SCALE_CHANGES:
+        if name != metric_names.LOSS_SCALE_CHANGES:
             column = pandas.Series(values, index=index)
             columns[name] = column[~column.index.duplicated(keep="last")]
     begin = min((curve[1].min() for curve in curves.values()), default=0.0)

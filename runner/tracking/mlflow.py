@@ -21,13 +21,11 @@ from runner.core import (
     errors,
     fmt,
     journals,
+    run_result,
     secrets,
     signature,
     terminal,
 )
-from runner.core.config.schema import leaves
-from runner.core.record.record_lines import NOTE_TAG, MetricRecord, Status, StopRequested
-from runner.core.record.tracker import RunPage
 from runner.tracking import dashboard
 from runner.tracking.notes import page_note
 from runner.tracking.upload_state import (
@@ -105,10 +103,10 @@ class MlflowTracker(Tracker):
         self.experiment_of_env = resolve_experiment_id(experiment, uri)
         self.run_name = run_name
         # Hydra reads the dots of tracking.tags.ci.job=4711 as levels of a mapping.
-        named = {name: value for name, value in leaves(tags or {}) if value != {}}
+        named = {name: value for name, value in fmt.leaves(tags or {}) if value != {}}
         self.extra_tags = secrets.redact_values(named)
         # The runner's own text would replace a tag with the note.
-        noted = self.extra_tags.pop(NOTE_TAG, None)
+        noted = self.extra_tags.pop(journals.NOTE_TAG, None)
         self.own_note = secrets.redact(note or noted or "")
         self.sweep = sweep
         self.log_model = log_model
@@ -140,7 +138,7 @@ class MlflowTracker(Tracker):
         self._writer = shared_writer()
         self._writer.add_journal(self._journal.path)
 
-    def log_metrics(self, records: Iterable[MetricRecord]) -> None:
+    def log_metrics(self, records: Iterable[journals.MetricRecord]) -> None:
         self._open_journal().append_metrics(records)
 
     def tags(self, values: Mapping[str, str]) -> None:
@@ -151,9 +149,9 @@ class MlflowTracker(Tracker):
 
     def note(self, markdown: str) -> None:
         text = f"{self.own_note}\n\n{markdown}" if self.own_note else markdown
-        self._open_journal().append("tags", values={NOTE_TAG: text})
+        self._open_journal().append("tags", values={journals.NOTE_TAG: text})
 
-    def describe(self, page: RunPage) -> None:
+    def describe(self, page: run_result.RunPage) -> None:
         self.note(page_note(page))
 
     def stored_id(self, journal: Path) -> str | None:
@@ -213,7 +211,10 @@ class MlflowTracker(Tracker):
             log.warning("%s Training continues.", self._explain(refusal))
 
     def close(
-        self, status: Status, error: str | None = None, stopped: StopRequested = lambda: False
+        self,
+        status: journals.Status,
+        error: str | None = None,
+        stopped: journals.StopRequested = lambda: False,
     ) -> None:
         if self._closed or not (self._journal and self._status and self._writer):
             return
@@ -296,7 +297,7 @@ class MlflowTracker(Tracker):
             "process": os.getpid(),
         }
 
-    def _warn_of_missing(self, status: Status) -> None:
+    def _warn_of_missing(self, status: journals.Status) -> None:
         """Warn of records that are not stored when the run is closed.
 
         A refusal that check has reported, or will report, is not repeated.

@@ -6,8 +6,7 @@ It is Markdown, in which no text of a user's becomes markup.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from runner.core import RunResult, fmt
-from runner.core.record.tracker import RunPage
+from runner.core import RunResult, fmt, run_result
 from runner.output.markup import markdown_code, markdown_text
 from runner.tracking.result_table import result_rows
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from runner.core import ConversionReport
 
 
-def page_note(page: RunPage) -> str:
+def page_note(page: run_result.RunPage) -> str:
     """Return the note of a run, whether it runs or has ended."""
     note = running_note(page.command)
     if page.result is not None and page.report is not None:

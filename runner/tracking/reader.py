@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.core import ConfigError, errors, fmt, journals, layout, secrets, suppress_warnings
+from runner.core import ConfigError, errors, fmt, journals, layout, secrets, terminal
 from runner.tracking import dashboard
 from runner.tracking.dashboard import REPORT_PAGE, SweepView, run_path
 from runner.tracking.history import Curve, read_history
@@ -74,7 +74,7 @@ class Reader:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-        with suppress_warnings():
+        with terminal.suppress_warnings():
             from mlflow import MlflowClient
         database = sqlite_path(uri)
         # MlflowClient would create a file that is missing: a mistyped path would look like an empty
@@ -85,7 +85,7 @@ class Reader:
                     f"There is no store at {secrets.redact(uri)}: nothing was logged there yet. "
                     "Type tracking.uri=... for another store."
                 )
-            with suppress_warnings():
+            with terminal.suppress_warnings():
                 from runner.tracking.writer.store import Store
             # Under a lock that keeps two processes from creating it at once.
             self._ask(lambda: Store(uri))
@@ -236,7 +236,7 @@ class Reader:
         Metrics and verdicts of an earlier answer whose names this one lacks become NaN and are
         deleted: jobs that joined the sweep may have changed the names.
         """
-        with suppress_warnings():
+        with terminal.suppress_warnings():
             from runner.tracking.writer.store import Store, legal_name, metric_name
         store = self._ask(lambda: Store(self.uri))
         values = {metric_name(name): value for name, value in metrics.items()}
@@ -287,7 +287,7 @@ class Reader:
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""
         try:
-            with suppress_warnings():
+            with terminal.suppress_warnings():
                 return call()
         except Exception as error:
             # Redacted before it is shortened: half of a secret fits no pattern.

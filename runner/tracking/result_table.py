@@ -9,9 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from runner.core import RunResult, fmt, layout, secrets, terminal
-from runner.core.record.tracker import Console
-from runner.core.run.result import UNTRIED
+from runner.core import Console, RunResult, fmt, layout, run_result, secrets, terminal
 from runner.tracking.dashboard import run_path
 from runner.tracking.uri import resolve_experiment, resolve_uri
 
@@ -101,7 +99,7 @@ def result_line(result: RunResult) -> str:
         parts.append(f"{result.quality} {fmt.format_number(result.objective)}")
     if result.examples_per_second:
         parts.append(f"{fmt.format_number(result.examples_per_second)} examples/s")
-    outcome = "not tried" if result.status in UNTRIED else result.outcome
+    outcome = "not tried" if result.status in run_result.UNTRIED else result.outcome
     return "  ".join([*parts, outcome])
 
 

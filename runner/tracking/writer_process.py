@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import IO
 
 from runner.core import files, journals, stop_signals
-from runner.core.record.record_lines import Status
 from runner.tracking.upload_state import JournalStatus, journal_state, journal_store
 
 log = logging.getLogger(__name__)
@@ -74,17 +73,18 @@ def _open_log(path: Path) -> IO[bytes]:
         return Path(os.devnull).open("ab")
 
 
-def start_detached_writer(journals: Sequence[Path], lock: int) -> None:
+def start_detached_writer(paths: Sequence[Path], lock: int) -> None:
     """Start a writer that uploads finished journals; return at once.
 
     Args:
-        journals: of runs that have ended; a hundred at most, so that their names fit into a pipe.
+        paths: of journals of runs that have ended; a hundred at most, for their names to fit into a
+            pipe.
         lock: a file descriptor that the writer keeps open while it works.
     """
-    process = start_writer(journals[0].parent, [lock])
+    process = start_writer(paths[0].parent, [lock])
     assert process.stdin is not None
     with suppress(BrokenPipeError):
-        process.stdin.write(b"".join(map(journal_message, journals)))
+        process.stdin.write(b"".join(map(journal_message, paths)))
     process.stdin.close()
     process.returncode = 0  # nobody waits for it; Popen would warn that it still runs
 
@@ -263,7 +263,7 @@ class JobJournal:
             self._path = newest
             shared_writer().add_journal(newest)
 
-    def end(self, status: Status, error: str, note: str) -> JournalStatus | None:
+    def end(self, status: journals.Status, error: str, note: str) -> JournalStatus | None:
         """End the journal of a job that died without ending it, so that its run gets a status.
 
         Returns:

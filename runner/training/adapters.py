@@ -18,15 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core import (
-    ConfigError,
-    Precision,
-    Unavailable,
-    module_tree,
-    refuse,
-    suppress_warnings,
-    targets,
-)
+from runner.core import ConfigError, Precision, Unavailable, module_tree, refuse, targets, terminal
 from runner.precision.casting import no_op_hook
 from runner.precision.conversion import ROOT_NAME, ConversionRules, find_shared_weights
 from runner.precision.layers import derived_weight
@@ -267,7 +259,7 @@ class Lora:
 
         Nothing has to be computed from the weights. Names and shapes are those of add().
         """
-        with suppress_warnings():
+        with terminal.suppress_warnings():
             from peft import LoraConfig
 
         names = [name for name, _ in model.named_modules()]
@@ -421,7 +413,7 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
     Raises:
         ConfigError: peft refuses one of them.
     """
-    with suppress_warnings():
+    with terminal.suppress_warnings():
         from peft import inject_adapter_in_model
 
     shown = model
@@ -432,7 +424,7 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
         shown._modules, shown._parameters = model._modules, model._parameters
     try:
         # peft warns of a Conv1D, for which it transposes the addition by itself.
-        with suppress_warnings():
+        with terminal.suppress_warnings():
             inject_adapter_in_model(config, shown)
     except ValueError as error:
         refused = re.search(r"Module '([\w.]+)' is incompatible", str(error))

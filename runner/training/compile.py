@@ -15,9 +15,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from runner.core import Precision, RunSpec, module_tree, refuse, tensor_facts
-from runner.core.base.tpu import is_tpu
-from runner.core.config.schema import CUDA_GRAPH_MODES, TrainSpec
+from runner.core import (
+    Precision,
+    RunSpec,
+    TrainSpec,
+    accelerators,
+    module_tree,
+    refuse,
+    tensor_facts,
+)
 
 MAX_SHAPES_PER_BLOCK = 8
 """Shapes of its inputs that a block is compiled for, in training and evaluation together; torch
@@ -69,13 +75,13 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
             f"{typed} replays CUDA graphs, and this run is on {device.type}. "
             "Type train.compile=default."
         )
-    if mode in CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
+    if mode in TrainSpec.CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
         yield (
             f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "
             "not add up (pytorch/pytorch#169545). Type train.accumulate=1, "
             "train.compile=max-autotune-no-cudagraphs or train.compile=default."
         )
-    if spec.train.compile_rounding == "eager" and is_tpu(device):
+    if spec.train.compile_rounding == "eager" and accelerators.is_tpu(device):
         yield (
             "train.compile_rounding=eager is an option of torch's compiler for CPUs and GPUs, and "
             "a TPU has its own. Type train.compile_rounding=fused."

@@ -7,8 +7,7 @@ from pathlib import Path, PurePosixPath
 from time import perf_counter
 from typing import Any
 
-from runner.core import Tracker, TrainState, errors, layout
-from runner.core.loop.callback import METRIC_NAME, as_number
+from runner.core import Tracker, TrainState, errors, layout, metric_names, tensor_facts
 from runner.training.callbacks.user_callbacks import UserCode
 
 
@@ -144,9 +143,9 @@ def _checked_numbers(title: str, returned: Any, metrics: Mapping[str, float]) ->
         )
     values = {}
     for name, value in returned.items():
-        number = as_number(value)
+        number = tensor_facts.as_number(value)
         recorded = f"val/{name}"
-        is_name = isinstance(name, str) and METRIC_NAME.fullmatch(name)
+        is_name = isinstance(name, str) and metric_names.METRIC_NAME.fullmatch(name)
         if number is None or not is_name or recorded in metrics:
             raise errors.HookError(
                 f"{title} returns {name!r}: {type(value).__name__}. Return numbers by names, text "

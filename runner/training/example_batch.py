@@ -2,8 +2,7 @@
 
 import torch
 
-from runner.core import KeywordInputs, RunnerError, RunSpec
-from runner.core.loop.batches import TARGET_FIELDS
+from runner.core import RunnerError, RunSpec, batch_layout
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.training.tasks.classification import Binary, Classification
@@ -50,9 +49,9 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
             return tokens[:, :-1], tokens[:, 1:]
         if not isinstance(task, Seq2Seq):
             return tokens, tokens
-        target_field = task.target_field or TARGET_FIELDS[0]
+        target_field = task.target_field or batch_layout.TARGET_FIELDS[0]
         fields = (*(task.input_fields or ("input_ids",)), target_field)
-        return KeywordInputs(dict.fromkeys(fields, tokens)), tokens
+        return batch_layout.KeywordInputs(dict.fromkeys(fields, tokens)), tokens
     dtype = _input_dtype(spec)
     if dtype.is_floating_point or dtype.is_complex:
         inputs = torch.randn(size, *shape, dtype=dtype, device=device)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from runner.core import ConfigError, suppress_warnings, tensor_facts
+from runner.core import ConfigError, tensor_facts, terminal
 
 # Both libraries compute in float32 and store the result in the parameter's dtype.
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
@@ -275,7 +275,7 @@ def __getattr__(name: str) -> type[Optimizer]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     mixin = _CLASSES[name]
     try:
-        with suppress_warnings():
+        with terminal.suppress_warnings():
             base = getattr(import_module(f"{mixin.library}.optim"), name)
     except Exception as error:
         raise ConfigError(

@@ -31,20 +31,19 @@ from runner.core import (
     ConversionPlan,
     ConversionReport,
     LoadedCheckpoint,
+    Mode,
     Precision,
     RunnerError,
     RunSpec,
     Strategy,
-    call_model,
     files,
     fmt,
-    mode_named,
+    model_call,
     module_tree,
     targets,
     tensor_facts,
     terminal,
 )
-from runner.core.policy.precision import NO_PLAN
 from runner.data.build import build_data, build_run_loaders
 from runner.precision import casting
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
@@ -87,20 +86,20 @@ class BuiltModel(NamedTuple):
     report: ConversionReport
     plain_bytes: int
     initial: InitialWeights | None = None
-    plan: ConversionPlan = NO_PLAN
+    plan: ConversionPlan = ConversionPlan()
 
 
 class ModelBuilder(Protocol):
     """A function that builds a model; see build_model."""
 
-    def __call__(self, device: torch.device, plan: ConversionPlan = NO_PLAN) -> BuiltModel: ...
+    def __call__(self, device: torch.device, plan: ConversionPlan = ...) -> BuiltModel: ...
 
 
 def build_model(
     spec: RunSpec,
     precision: Precision,
     device: torch.device,
-    plan: ConversionPlan = NO_PLAN,
+    plan: ConversionPlan = ConversionPlan(),
     *,
     start: LoadedCheckpoint | None = None,
     restore_exactly: bool = False,
@@ -218,7 +217,7 @@ def restore_model(
     precision: Precision,
     saved: LoadedCheckpoint,
     device: torch.device,
-    plan: ConversionPlan = NO_PLAN,
+    plan: ConversionPlan = ConversionPlan(),
 ) -> BuiltModel:
     """Build the model with a checkpoint's weights, whatever precision they were trained in.
 
@@ -415,7 +414,7 @@ def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.devic
     model.eval()  # in which norms keep their statistics
     try:
         with torch.no_grad():
-            call_model(model, inputs)
+            model_call.call_model(model, inputs)
     except RunnerError:
         raise
     except Exception as error:
@@ -455,7 +454,7 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
     # The data may draw random numbers, and the weights of the layers are drawn after it: without
     # the fork the weights would depend on what the data draws.
     with torch.random.fork_rng(devices=[]):
-        if not mode_named(spec.mode).needs_data:
+        if not Mode.named(spec.mode).needs_data:
             try:
                 return example_batch(spec, _EXAMPLES, device)[0]
             except ForecastUnavailable as error:
@@ -527,7 +526,7 @@ def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def build_on_meta(build: ModelBuilder, plan: ConversionPlan = NO_PLAN) -> BuiltModel:
+def build_on_meta(build: ModelBuilder, plan: ConversionPlan = ConversionPlan()) -> BuiltModel:
     """Build and convert a model on the meta device; on the CPU if its code reads values.
 
     Args:

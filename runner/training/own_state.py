@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.core import TrainState, fmt, random_streams, tensor_facts
-from runner.core.base.module_tape import FunctionWatch
-from runner.core.loop.state import StepHook
-from runner.core.policy.loss_scale import HostFlag
+from runner.core import TrainState, fmt, module_tape, random_streams, tensor_facts, train_state
 from runner.precision.weight_updates import Nearest, WideForward
 
 OWN_BUFFERS_KEY = "own_buffers"
@@ -122,7 +119,7 @@ class _Followed:
         self.version = getattr(self.before, "_version", 0)
 
 
-class SkippedSteps(StepHook):
+class SkippedSteps(train_state.StepHook):
     """Undoes what the forwards of a step changed in a model where the loss scale skips the step.
 
     Nothing waits for the device: the flag chooses there between new values and copies. Numbers of
@@ -204,7 +201,9 @@ class SkippedSteps(StepHook):
                     place.members[place.key] = torch.where(found_inf != 0, copied, now)
                 # No kernel chooses between a tensor and None, or between shapes: the host waits.
                 # Not for an activation, or for what is neither.
-                elif getattr(now, "grad_fn", now) is None and HostFlag(found_inf).is_set:
+                elif (
+                    getattr(now, "grad_fn", now) is None and tensor_facts.HostFlag(found_inf).is_set
+                ):
                     place.members[place.key] = copied
 
     def _written(
@@ -234,7 +233,7 @@ def _as_bits(tensor: Tensor) -> Tensor:
     return plain.view(_BITS[plain.itemsize])
 
 
-class OwnUpdates(StepHook):
+class OwnUpdates(train_state.StepHook):
     """Has what forwards write in 16 bits follow precision.update; see WideForward.
 
     Args:
@@ -286,7 +285,7 @@ class OwnUpdates(StepHook):
                 kept[name] = value.to(next(self._model.parameters()).device, copy=True)
 
 
-def own_hooks(state: TrainState, seed: int = 0) -> list[StepHook]:
+def own_hooks(state: TrainState, seed: int = 0) -> list[train_state.StepHook]:
     """Return the hooks of a training's steps for what its model changes by itself.
 
     Args:
@@ -304,7 +303,7 @@ def own_hooks(state: TrainState, seed: int = 0) -> list[StepHook]:
     return hooks
 
 
-class OwnState(StepHook):
+class OwnState(train_state.StepHook):
     """What a model has changed by itself since the training began, from values on the host.
 
     Reading them waits for the device, so it is for the first step and for checkpoints.
@@ -371,7 +370,9 @@ class OwnState(StepHook):
         step to step: what a step replaces without having read it does not."""
         held = {name: _tensors_in(value) for name, value in self._attributes()}
         unread = {id(tensor) for tensors in held.values() for tensor in tensors}
-        watch = FunctionWatch(lambda _, leaves: unread.difference_update(map(id, leaves)))
+        watch = module_tape.FunctionWatch(
+            lambda _, leaves: unread.difference_update(map(id, leaves))
+        )
         with watch if unread else nullcontext():
             yield
         for name, value in self._attributes():

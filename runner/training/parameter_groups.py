@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from runner.core import ConfigError, ScheduledOptimizer, fmt, module_tree, targets, tensor_facts
+from runner.core import ConfigError, fmt, module_tree, targets, tensor_facts, train_state
 from runner.precision.forward_watch import expert_layouts
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.layers.derived_weight import is_derived
@@ -303,7 +303,7 @@ def entry_options(node: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in _OWN_KEYS} for entry in entries]
 
 
-def describe_groups(optimizers: Sequence[ScheduledOptimizer]) -> str:
+def describe_groups(optimizers: Sequence[train_state.ScheduledOptimizer]) -> str:
     """Return one line about the groups of parameters that settings made; empty without any."""
     tensors = {}
     rates = {}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.core import files, module_tree, suppress_warnings, tensor_facts
+from runner.core import files, module_tree, tensor_facts, terminal
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.derived_weight import current_weight
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
@@ -226,7 +226,7 @@ def write_adapter(
     """
     from safetensors.torch import save_file
 
-    with suppress_warnings():
+    with terminal.suppress_warnings():
         from peft import LoraConfig
 
     layers = lora_layers(model)

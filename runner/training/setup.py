@@ -20,18 +20,16 @@ from runner.core import (
     ConversionPlan,
     Precision,
     RunSpec,
-    ScheduledOptimizer,
-    TrainingSetup,
     TrainState,
     errors,
     fmt,
+    gradients,
     refuse,
+    run_context,
     targets,
     tensor_facts,
+    train_state,
 )
-from runner.core.loop.state import sparse_parameters
-from runner.core.policy.gradients import finish_gradients
-from runner.core.policy.precision import NO_PLAN
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import (
     STATE_DTYPES,
@@ -190,7 +188,7 @@ def _loses_updates(target: Any, params: list[nn.Parameter]) -> bool:
 
 def build_scheduled_optimizers(
     spec: RunSpec, model: nn.Module, precision: Precision, steps: int, direction: str | None = None
-) -> list[ScheduledOptimizer]:
+) -> list[train_state.ScheduledOptimizer]:
     """Build the optimizers over the trainable parameters, each with its schedule.
 
     Args:
@@ -213,7 +211,7 @@ def build_scheduled_optimizers(
             "precision=bnb-int8-training, or precision.ignore_modules=[<module that trains>]."
         )
     embeddings = embedding_parameters(model)
-    sparse = sparse_parameters(model)
+    sparse = train_state.sparse_parameters(model)
     shares = parameters_by_optimizer(spec.optimizer, model, named)
     # Neither clipping, nor a second optimizer, nor a step that is skipped has a place between the
     # evaluations of one step.
@@ -239,7 +237,7 @@ def build_scheduled_optimizers(
                 "type optimizer=adamw."
             )
         attach_rules(key, node, optimizer, precision.update, spec.seed)
-        part = ScheduledOptimizer(
+        part = train_state.ScheduledOptimizer(
             optimizer,
             build_scheduler(spec.scheduler, optimizer, steps, direction),
             # The only optimizer of a run needs no name: its metrics are those without one.
@@ -311,7 +309,7 @@ def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def describe_state_dtypes(
-    node: Mapping[str, Any], optimizers: Sequence[ScheduledOptimizer]
+    node: Mapping[str, Any], optimizers: Sequence[train_state.ScheduledOptimizer]
 ) -> Iterator[str]:
     """Yield a line for each optimizer.state_dtype, and a warning of averages that it freezes.
 
@@ -405,7 +403,7 @@ def _check_sparse(key: str, node: Mapping[str, Any], tables: Mapping[str, nn.Par
             table.grad = None
             rows = embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True)
             rows.sum().backward()
-            finish_gradients([table])
+            gradients.finish_gradients([table])
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = errors.first_line(error)
@@ -437,10 +435,10 @@ def check_arguments(spec: RunSpec) -> None:
 
 
 def build_state(
-    setup: TrainingSetup,
+    setup: run_context.TrainingSetup,
     model: nn.Module,
     total_steps: int | None = None,
-    plan: ConversionPlan = NO_PLAN,
+    plan: ConversionPlan = ConversionPlan(),
 ) -> TrainState:
     """Build the state that the training step and the evaluation work on.
 

@@ -18,16 +18,14 @@ from runner.core import (
     LoadedCheckpoint,
     RunCallback,
     RunSpec,
-    ScheduledOptimizer,
     TrainState,
+    batch_layout,
     checkpoint_file,
     random_streams,
     signature,
     tensor_facts,
+    train_state,
 )
-from runner.core.config.schema import redacted_dict
-from runner.core.loop.batches import FIRST_STEP, StartingPoint
-from runner.core.record import sharded_tensors
 from runner.precision.weight_updates import Nearest
 from runner.precision.wide_step import drop_foreign_state, kept_dtype
 from runner.training import schedules
@@ -58,14 +56,14 @@ def state_dict(state: TrainState, callbacks: Sequence[RunCallback]) -> dict[str,
     }
 
 
-def starting_point(saved: LoadedCheckpoint | None) -> StartingPoint:
+def starting_point(saved: LoadedCheckpoint | None) -> batch_layout.StartingPoint:
     """Return where in the training data a run begins: where that of the checkpoint was, if any.
 
     Raises:
         ConfigError: the checkpoint does not say it in numbers that fit.
     """
     if saved is None:
-        return FIRST_STEP
+        return batch_layout.FIRST_STEP
     content = saved.content
     try:
         size = content["spec"]["train"]["batch_size"]
@@ -75,7 +73,7 @@ def starting_point(saved: LoadedCheckpoint | None) -> StartingPoint:
         # More would overflow an index; a damaged file may count any number.
         if not all(0 <= taken < 2**48 and size > 0 for taken, size in reads):
             raise ValueError(f"reads={reads}")
-        return StartingPoint(content["step"], max(1, content["epoch"]), reads)
+        return batch_layout.StartingPoint(content["step"], max(1, content["epoch"]), reads)
     except MISFIT_ERRORS as error:
         raise _foreign_checkpoint(saved, error) from error
 
@@ -235,7 +233,7 @@ def checkpoint_state_dict(
         is_own_spec: this user's commands composed the spec, which is signed with the user's key.
     """
     # The tracking section may hold credentials of a store, and says nothing about the training.
-    stored_spec = {**redacted_dict(spec), "tracking": {}}
+    stored_spec = {**spec.redacted_dict(), "tracking": {}}
     # Where the data take names of classes, those of the training travel with the weights.
     names = resume_state.get("learned", {}).get("classes")
     if names and "class_names" in stored_spec["data"]:
@@ -310,10 +308,10 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
         )
         for scheduled, optimizer, scheduler, changed in rows:
             if state.strategy.shards:
-                values = sharded_tensors.load_sharded(optimizer["state"], scheduled.params, parts)
+                values = checkpoint_file.load_sharded(optimizer["state"], scheduled.params, parts)
                 optimizer = {**optimizer, "state": values}
             else:
-                optimizer = sharded_tensors.load_full(optimizer, parts)
+                optimizer = checkpoint_file.load_full(optimizer, parts)
             is_same = schedules.is_same_schedule(
                 theirs["scheduler"], spec.scheduler, scheduler, scheduled.scheduler
             )
@@ -417,7 +415,7 @@ def _load_optimizer(
     return notes
 
 
-def _own_length(scheduled: ScheduledOptimizer, node: Mapping[str, Any]) -> list[str]:
+def _own_length(scheduled: train_state.ScheduledOptimizer, node: Mapping[str, Any]) -> list[str]:
     """Return that a schedule does not follow the run's length; nothing for one that has none."""
     plain = schedules.schedule_after_warmup(scheduled.scheduler)
     if (
@@ -432,7 +430,9 @@ def _own_length(scheduled: ScheduledOptimizer, node: Mapping[str, Any]) -> list[
     ]
 
 
-def _begin_schedule(scheduled: ScheduledOptimizer, applied_steps: int, is_longer: bool) -> str:
+def _begin_schedule(
+    scheduled: train_state.ScheduledOptimizer, applied_steps: int, is_longer: bool
+) -> str:
     """Advance a schedule to the step of the run, where the checkpoint's own is another one.
 
     Args:

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from runner.core import tensor_facts
-from runner.core.loop.state import EvaluatedWeights, StepHook
-from runner.core.policy.gradients import parameters_of
-from runner.core.record.sharded_tensors import shard_like
+from runner.core import checkpoint_file, gradients, tensor_facts, train_state
 
 AVERAGE_KEY = "average"
 """Key of a checkpoint that holds what EvaluatedWeights.state_dict returns."""
@@ -37,7 +34,7 @@ class _Views(NamedTuple):
     is_narrow: bool
 
 
-class WeightAverage(EvaluatedWeights, StepHook):
+class WeightAverage(train_state.EvaluatedWeights, train_state.StepHook):
     """Exponential moving average of a model's trainable weights, in float32 or their wider dtype.
 
     After each applied step, average = decay * average + (1 - decay) * weight; before the first one
@@ -156,11 +153,11 @@ class WeightAverage(EvaluatedWeights, StepHook):
         for name, average in current.items():
             saved_average = theirs[name]
             if tensor_facts.is_sharded(average):
-                saved_average = shard_like(saved_average, average)
+                saved_average = checkpoint_file.shard_like(saved_average, average)
             average.copy_(saved_average)
 
 
-class OptimizerModes(EvaluatedWeights):
+class OptimizerModes(train_state.EvaluatedWeights):
     """The weights that the eval() of optimizers makes of those that train.
 
     Args:
@@ -170,12 +167,12 @@ class OptimizerModes(EvaluatedWeights):
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
-        self._trained = {id(p) for p in parameters_of(*optimizers)}
+        self._trained = {id(p) for p in gradients.parameters_of(*optimizers)}
         self._moded: list[Any] = [optimizer for optimizer in optimizers if has_modes(optimizer)]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        weights = [p.detach() for p in parameters_of(*self._moded)]
+        weights = [p.detach() for p in gradients.parameters_of(*self._moded)]
         copies = [weight.clone() for weight in weights]
         for optimizer in self._moded:
             optimizer.eval()

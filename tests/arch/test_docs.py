@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from runner.core.config.room import modes
+from runner.core import Mode
 from runner.core.config.schema import RunSpec
 from runner.core.record.metric_names import METRICS
 from runner.precision.registry import precision_names, yaml_header
@@ -41,7 +41,7 @@ def test_every_metric_that_the_code_logs_is_documented(root):
 
 def test_the_text_of_mode_names_every_mode(generate):
     text = generate["attribute_texts"](RunSpec)["mode"]
-    assert set(re.findall(r"\w+", text.partition(": ")[2])) - {"or"} == set(modes())
+    assert set(re.findall(r"\w+", text.partition(": ")[2])) - {"or"} == set(Mode.all())
 
 
 def test_every_precision_says_what_and_why():

@@ -8,7 +8,7 @@ import torch
 
 import runner
 from runner.core.base.errors import ConfigError, TrackingError, Unavailable
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.hydra_job import rare_garbage_collection
 
 

@@ -9,7 +9,7 @@ from mlflow.exceptions import MlflowException
 from waiting import wait_for
 
 from runner.cli.ui import dashboard_urls
-from runner.core.record.record_lines import NOTE_TAG
+from runner.core.record.journals import NOTE_TAG
 from runner.tracking.dashboard import DASHBOARD_KEY
 
 # MLflow's own, of SQLAlchemy.

@@ -6,8 +6,9 @@ from typing import Any, Literal
 import pytest
 from torch import Tensor
 
+from runner.core import TrainSpec
 from runner.core.base.errors import ConfigError
-from runner.core.config.schema import RunSpec, TrainSpec, flatten
+from runner.core.config.schema import RunSpec
 from runner.core.config.targets import check_targets, instantiate, locate, target_nodes
 
 
@@ -66,7 +67,7 @@ def test_each_missing_value_is_named(compose):
 
 def test_flatten_is_complete_and_cuts_nothing(spec):
     long = "x" * 10_000
-    flat = flatten(replace(spec, model={**spec.model, "note": long, "empty": {}, "list": [1, 2]}))
+    flat = replace(spec, model={**spec.model, "note": long, "empty": {}, "list": [1, 2]}).flat()
     assert flat["train.batch_size"] == "64"
     assert flat["model.note"] == long
     assert flat["model.empty"] == "{}"
@@ -76,7 +77,7 @@ def test_flatten_is_complete_and_cuts_nothing(spec):
     def leaves(node):
         return sum(leaves(v) for v in node.values()) if isinstance(node, dict) and node else 1
 
-    assert len(flatten(spec)) == leaves(asdict(spec))
+    assert len(spec.flat()) == leaves(asdict(spec))
 
 
 def test_to_dict_holds_no_config_object(spec):

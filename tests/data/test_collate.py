@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.stop_signals import Stopped
-from runner.core.loop.batches import BatchLayout
+from runner.core.loop.batch_layout import BatchLayout
 from runner.data.collate import CollateFailure, Collator, makes_batches
 from runner.data.loader import Loader, LoaderOptions
 

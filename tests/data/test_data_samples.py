@@ -6,9 +6,9 @@ import torch
 from items import CPU, Batches, Items, X, Y
 from torch.utils.data import IterableDataset, TensorDataset
 
-from runner.core.config.schema import TrainSpec
-from runner.core.loop.batches import StartingPoint, ends_epoch
-from runner.core.loop.loop import accumulation_batches, total_steps
+from runner.core import TrainSpec
+from runner.core.loop.batch_layout import StartingPoint, ends_epoch
+from runner.core.loop.training_loop import accumulation_batches, total_steps
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
 from runner.data.step_samples import (

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_map
 from torchvision import tv_tensors
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.loop.batch_layout import KeywordInputs, PositionalInputs
 from runner.core.policy.precision import ConversionPlan
 from runner.data.detection import DetectionLayout, collate_detection
 from runner.precision import registry

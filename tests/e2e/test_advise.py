@@ -9,7 +9,7 @@ from quiet_mlflow import runs_in
 from run_folders import only_sweep
 from waiting import SECONDS, wait_for
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 

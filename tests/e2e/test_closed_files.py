@@ -9,7 +9,7 @@ from hostile import QUICK
 
 from runner.core.config import signature
 from runner.core.record import journals as journal
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 
 
 def closed(path, *_, **__):

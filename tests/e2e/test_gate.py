@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_folders import only_sweep, read_json
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 

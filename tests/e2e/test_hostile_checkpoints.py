@@ -316,7 +316,7 @@ def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose, count, mo
 
     from runner.core.config.invocation import Invocation
     from runner.core.run import run_metadata
-    from runner.core.run.context import PlannedRun
+    from runner.core.run.run_context import PlannedRun
     from runner.modes import replay
 
     batch_of_run = SimpleNamespace(names={})

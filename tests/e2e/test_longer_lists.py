@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from run_folders import job_results, only_sweep, read_json
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.sweep_resume import resumed_numbers
 

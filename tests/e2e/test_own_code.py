@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.core.config.room import modes
+from runner.core import Mode
 
 RUNNER = Path(sys.executable).with_name("runner")
 OWN = "--config-dir lab/conf model=net data=mine train.max_steps=3 tracking=none"
@@ -91,5 +91,5 @@ def test_tab_completion(main, root, monkeypatch):
     assert offered("train.max_st") == ["train.max_steps="]
     assert offered("doc") == ["doctor"]
     assert offered("seed=1 doc") == []
-    assert set(offered("mode=")) == {f"mode={mode}" for mode in modes()}
+    assert set(offered("mode=")) == {f"mode={mode}" for mode in Mode.all()}
     assert offered("mode=e") == ["mode=evaluate", "mode=explain"]

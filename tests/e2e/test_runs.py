@@ -8,7 +8,6 @@ import torch
 from omegaconf import OmegaConf
 from run_folders import metrics_in, read_json
 
-from runner.core.config.schema import flatten
 from runner.core.record import journals
 
 # An initial scale that overflows and a short interval: the scale falls, then rises and falls.
@@ -101,7 +100,7 @@ def test_evaluations_rates_and_memory(tracked):
 def test_the_params_are_the_whole_config(tracked, compose, store):
     _, run, _ = tracked
     spec = compose(*TINY, *SCALED, f"train.max_steps={STEPS}", f"tracking.uri={store}")
-    assert run.data.params == flatten(spec)
+    assert run.data.params == spec.flat()
 
 
 def test_tags_and_status(tracked):

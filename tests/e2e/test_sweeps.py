@@ -7,7 +7,7 @@ import pytest
 from quiet_mlflow import runs_in
 from run_folders import job_results, read_json, write_lab
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 
 
 @pytest.fixture(scope="module")

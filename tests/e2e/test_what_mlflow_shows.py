@@ -12,7 +12,7 @@ from run_folders import read_json
 
 from runner.core.base.layout import HISTORY
 from runner.core.record.tracker import Tracker
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.tracking import dashboard, history
 
 ARGS = (

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from runner.core.base.accelerators import Accelerator
-from runner.core.loop.records import HostTransfer
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
+from runner.core.loop.step_records import HostTransfer
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision import registry
 from runner.training.tasks.regression import Regression

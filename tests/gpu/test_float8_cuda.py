@@ -7,8 +7,8 @@ import torch
 from precision_models import load_or_skip
 from torch import nn
 
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import loss_of, train_step
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.models.gpt import GPT
 from runner.precision import registry
 from runner.training.tasks.language import Language

@@ -7,9 +7,9 @@ import torch
 from precision_models import UNIT
 
 from models.gpt import GPT
-from runner.core.loop.records import HostTransfer
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import loss_of, train_step
+from runner.core.loop.step_records import HostTransfer
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision import registry
 from runner.training.model import BuiltModel

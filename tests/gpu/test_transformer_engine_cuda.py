@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.precision import registry
 from runner.training.tasks.regression import Regression
 

@@ -12,8 +12,8 @@ from torch import nn
 from models import resnet as resnets
 from models.gpt import GPT
 from runner.core.config.schema import RunSpec
-from runner.core.loop.batches import KeywordInputs
-from runner.core.run.context import TrainingSetup
+from runner.core.loop.batch_layout import KeywordInputs
+from runner.core.run.run_context import TrainingSetup
 from runner.diagnostics.divergence.compare import compare_batch
 from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
 from runner.diagnostics.divergence.roundoffs import Execution

@@ -1,6 +1,6 @@
 """Results of a sweep's jobs, made up."""
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 
 GPU = "NVIDIA H100"
 CPU = "Some CPU (2 of 2 threads)"

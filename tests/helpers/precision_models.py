@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from runner.core.base.errors import Unavailable
-from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.precision import registry
 from runner.training.own_state import own_hooks
 from runner.training.tasks.classification import Classification

@@ -49,8 +49,7 @@ class Outcome:
 
     def moments(self):
         """Return the tensors of the optimizer's state, whole, by parameter and key."""
-        from runner.core.record.checkpoint_file import shards_folder
-        from runner.core.record.sharded_tensors import load_full
+        from runner.core.record.checkpoint_file import load_full, shards_folder
 
         (optimizer,) = self.content()["optimizers"]
         state = load_full(optimizer, shards_folder(self.checkpoint()))["state"]

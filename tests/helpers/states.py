@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.diagnostics.numerics.probe import Probe
 from runner.precision import registry
 from runner.training.own_state import OwnState, own_hooks

@@ -9,7 +9,7 @@ from states import CPU, check_same_checkpoints
 from runner.core.config.targets import build_group
 from runner.core.loop.step import train_step
 from runner.core.record.checkpoint_file import LoadedCheckpoint
-from runner.core.run.context import TrainingSetup
+from runner.core.run.run_context import TrainingSetup
 from runner.training import state_dict
 from runner.training.model import build_model
 from runner.training.setup import build_state

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from run_folders import read_json
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 
 
 class Lab:

@@ -8,6 +8,8 @@ import torch
 from foreign_models import tiny_net
 from torch import nn
 
+from runner.core import step_records
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -82,7 +84,7 @@ def test_micro_batches_weigh_as_many_examples_as_they_have(counts, loss):
 
 def test_slow_steps_are_sent_before_their_block_is_full(monkeypatch):
     buffer = Mock(ready_records=list)
-    monkeypatch.setattr(steps, "RecordBuffer", lambda *_: buffer)
+    monkeypatch.setattr(step_records, "RecordBuffer", lambda *_: buffer)
     monkeypatch.setattr(steps, "MAX_BLOCK_SECONDS", -1.0)
     records = steps.StepRecords(SimpleNamespace(plain_model=nn.Linear(1, 1)), [], None, 100)
     records.add(SimpleNamespace(step=1, epoch=1))

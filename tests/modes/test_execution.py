@@ -16,7 +16,7 @@ from torch import nn
 from runner.core.base.errors import ConfigError
 from runner.core.config.schema import RunSpec
 from runner.core.policy.conversion_report import ConversionReport
-from runner.core.run.context import TrainingSetup
+from runner.core.run.run_context import TrainingSetup
 from runner.modes.execution import build_execution, build_proven_model
 from runner.precision import registry
 from runner.precision.conversion_proof import (

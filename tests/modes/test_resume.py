@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from runner.core.config.invocation import Invocation
-from runner.core.loop.callback import dispatch
-from runner.core.loop.records import EvalRecord
+from runner.core.loop.step_records import EvalRecord
 from runner.core.record import checkpoint_file
 from runner.core.run.run import run_spec
 from runner.modes import training_callbacks
@@ -69,15 +68,16 @@ OWN = (
 def records(monkeypatch):
     """The records of the loop, without times."""
     seen = []
+    dispatch = training_callbacks.TrainingCallbacks.dispatch
 
-    def spy(callbacks, record, handle):
-        dispatch(callbacks, record, handle)
+    def spy(callbacks, record):
+        dispatch(callbacks, record)
         if isinstance(record, EvalRecord):
             seen.append(record._replace(time_ms=0))
         else:
             seen.extend(r._replace(time_ms=0, step_ms=0.0) for r in record)
 
-    monkeypatch.setattr(training_callbacks, "dispatch", spy)
+    monkeypatch.setattr(training_callbacks.TrainingCallbacks, "dispatch", spy)
     return seen
 
 

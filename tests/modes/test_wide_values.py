@@ -9,8 +9,8 @@ from torch import nn
 
 from runner.core.base.errors import ConfigError
 from runner.core.config.schema import RunSpec
-from runner.core.loop.batches import KeywordInputs
-from runner.core.run.context import TrainingSetup
+from runner.core.loop.batch_layout import KeywordInputs
+from runner.core.run.run_context import TrainingSetup
 from runner.modes.execution import build_proven_model
 from runner.precision import registry
 from runner.training.model import BuiltModel

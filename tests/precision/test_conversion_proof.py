@@ -11,7 +11,7 @@ from precision_models import CPU, load_precision, relative_error, run_forward
 from torch import nn
 
 from runner.core.config.schema import RunSpec
-from runner.core.run.context import TrainingSetup
+from runner.core.run.run_context import TrainingSetup
 from runner.modes.execution import build_proven_model
 from runner.precision.conversion import ROOT_NAME, is_converted
 from runner.precision.conversion_proof import BYPASSED_REASON

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.core.loop.step import train_step
-from runner.core.policy.loss_scale import NoLossScale
+from runner.core.policy.loss_scale import LossScale
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.models.mlp import MLP
 from runner.precision import float8
@@ -99,7 +99,7 @@ def test_dtypes_flow_as_in_bfloat16(weights):
     for part in ("layers.0", "layers.1", "head"):
         row = rows[part]
         assert (row["stores"], row["gradients"], row["outputs"]) == (weights, weights, "bfloat16")
-    assert isinstance(precision.scale(CPU), NoLossScale)
+    assert type(precision.scale(CPU)) is LossScale
     assert precision.loss_dtype is torch.float32
     assert precision.forward(CPU) is precision.forward(CPU)
     with precision.forward(CPU):

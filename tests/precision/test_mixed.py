@@ -6,7 +6,8 @@ from precision_models import CPU, load_precision
 from torch import nn
 
 from runner.core.base.errors import ConfigError
-from runner.core.policy.loss_scale import DynamicLossScale, NoLossScale
+from runner.core.policy.loss_scale import LossScale
+from runner.precision.dynamic_loss_scale import DynamicLossScale
 
 
 def test_float16_has_a_live_scale_and_bfloat16_has_none():
@@ -14,8 +15,8 @@ def test_float16_has_a_live_scale_and_bfloat16_has_none():
     assert isinstance(scale, DynamicLossScale)
     assert scale.value.item() == 65536.0
     assert scale.growth == (2.0, 0.5, 2000)
-    assert isinstance(load_precision("bf16-mixed").scale(CPU), NoLossScale)
-    assert isinstance(load_precision("16-mixed", loss_scale=None).scale(CPU), NoLossScale)
+    assert type(load_precision("bf16-mixed").scale(CPU)) is LossScale
+    assert type(load_precision("16-mixed", loss_scale=None).scale(CPU)) is LossScale
     fixed = load_precision("16-mixed", loss_scale={"fixed": 128.0}).scale(CPU)
     assert (fixed.value.item(), fixed.is_fixed) == (128.0, True)
 

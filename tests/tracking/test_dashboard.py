@@ -11,8 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from runner.core.record.journals import NOTE_TAG
 from runner.core.record.metric_names import METRICS
-from runner.core.record.record_lines import NOTE_TAG
 from runner.tracking import dashboard
 
 TAG, SWEEP_TAG = (

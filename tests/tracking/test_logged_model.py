@@ -17,7 +17,7 @@ from serving import free_port
 from torch import nn
 from waiting import SECONDS, wait_for
 
-from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.loop.batch_layout import KeywordInputs, PositionalInputs
 from runner.core.loop.model_call import call_model
 from runner.precision.mixed import MixedPrecision
 from runner.tracking.writer.logged_model import log_model

@@ -6,7 +6,7 @@ import pytest
 
 from runner.core.base.terminal import quote_command
 from runner.core.policy.conversion_report import ConversionReport, Fate, ModuleConversion
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.output.markup import markdown_code
 from runner.tracking import notes
 

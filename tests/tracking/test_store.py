@@ -12,8 +12,8 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils import validation
 from torch.utils.data import TensorDataset
 
+from runner.core import metric_names
 from runner.core.base.errors import TrackingError
-from runner.core.loop.records import legal_names
 from runner.data.datasets.digits import digits
 from runner.data.fingerprint import describe_data
 from runner.data.splits import Splits
@@ -54,7 +54,7 @@ def test_names_of_metrics_stay_apart():
     names = ["h.*", "h.?", "h._", "a" * 300, "a" * 301]
     assert len({metric_name(name) for name in names}) == 5
     assert metric_name("h._") == "h._"
-    assert legal_names(names[:3]) == ["h._", "h.__2", "h.__3"]
+    assert metric_names.legal_names(names[:3]) == ["h._", "h.__2", "h.__3"]
 
 
 def test_names_that_become_equal_get_a_number():

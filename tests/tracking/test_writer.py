@@ -6,8 +6,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from runner.core.record.journals import Journal
-from runner.core.record.record_lines import encode_json
+from runner.core.record.journals import Journal, encode_json
 from runner.tracking import writer_process
 from runner.tracking.upload_state import UploadState, journal_state
 from runner.tracking.uri import RefusedError, UnreachableError

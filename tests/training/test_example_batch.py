@@ -4,7 +4,7 @@ import pytest
 import torch
 from states import CPU
 
-from runner.core.loop.batches import KeywordInputs
+from runner.core.loop.batch_layout import KeywordInputs
 from runner.core.loop.model_call import call_model
 from runner.training.example_batch import ForecastUnavailable, example_batch
 

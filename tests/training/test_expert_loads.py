@@ -6,9 +6,9 @@ from states import CPU, make_state
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.core.config.schema import TrainSpec
-from runner.core.loop.loop import LoopHooks, fit
-from runner.core.loop.records import EvalRecord
+from runner.core import TrainSpec
+from runner.core.loop.step_records import EvalRecord
+from runner.core.loop.training_loop import LoopHooks, fit
 from runner.data.loader import Loader
 from runner.models.huggingface import huggingface
 from runner.models.mixture import Mixture

@@ -12,9 +12,9 @@ from runner.core.base.errors import ConfigError
 from runner.core.base.tensor_facts import tensor_bytes
 from runner.core.config.schema import RunSpec
 from runner.core.config.targets import check_targets
-from runner.core.loop.state import ScheduledOptimizer
-from runner.core.policy.loss_scale import DynamicLossScale
+from runner.core.loop.train_state import ScheduledOptimizer
 from runner.precision import registry
+from runner.precision.dynamic_loss_scale import DynamicLossScale
 from runner.training import lowbit_optimizers
 from runner.training.setup import build_optimizer, build_scheduled_optimizers, embedding_parameters
 

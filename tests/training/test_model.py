@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from runner.core.base.errors import ConfigError
 from runner.core.config.schema import RunSpec
-from runner.core.loop.state import TrainState
+from runner.core.loop.train_state import TrainState
 from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.precision import registry

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from training_states import MLP, begin, resume_halfway, save, train
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.state import ScheduledOptimizer
 from runner.core.loop.step import train_step
+from runner.core.loop.train_state import ScheduledOptimizer
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.training.setup import build_optimizer, closure_calls
 from runner.training.weight_average import with_averaged_weights

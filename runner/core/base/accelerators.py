@@ -9,13 +9,14 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from runner.core.base import tpu
 from runner.core.base.errors import ConfigError, Unavailable
 from runner.core.base.tensor_facts import MIB
 
@@ -41,8 +42,8 @@ class Accelerator:
         """Return the name of the hardware, for example `NVIDIA H200` or the processor's model."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
-        if tpu.is_tpu(self.device):
-            return tpu.device_name(self.device)
+        if is_tpu(self.device):
+            return _tpu_name(self.device)
         return cpu_name() if self.device.type == "cpu" else "Apple GPU"
 
     def synchronize(self) -> None:
@@ -105,7 +106,7 @@ def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
     available = available_kinds()
     kind = available[0] if name == "auto" else name
     if kind == "tpu":
-        tpu.require_tpu()
+        _require_tpu()
     elif kind not in available:
         raise Unavailable(
             f"accelerator={kind} is not on this machine (torch {torch.__version__} finds: "
@@ -125,8 +126,8 @@ def choose_accelerator(name: str = "auto", index: int = 0) -> Accelerator:
 
 def device_rng_state(device: torch.device) -> Tensor | None:
     """Return the state (uint8) of the device's own generator; None for a CPU, which has torch's."""
-    if tpu.is_tpu(device):
-        return tpu.tpu_generator(device).get_state()
+    if is_tpu(device):
+        return _tpu_generator(device).get_state()
     if device.type == "mps":
         return torch.mps.get_rng_state()
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -134,8 +135,8 @@ def device_rng_state(device: torch.device) -> Tensor | None:
 
 def set_device_rng_state(state: Tensor, device: torch.device) -> None:
     """Set the generator of a device to a state that device_rng_state returned for its kind."""
-    if tpu.is_tpu(device):
-        tpu.tpu_generator(device).set_state(state)
+    if is_tpu(device):
+        _tpu_generator(device).set_state(state)
     elif device.type == "mps":
         torch.mps.set_rng_state(state)
     elif device.type == "cuda":
@@ -159,6 +160,45 @@ def available_kinds() -> list[str]:
         kinds.append("cuda")
     if torch.backends.mps.is_available():
         kinds.append("mps")
-    if tpu.is_available():
+    if _has_tpu():
         kinds.append("tpu")
     return [*kinds, "cpu"]
+
+
+def is_tpu(device: torch.device) -> bool:
+    """Return whether a device is a TPU, which torch_tpu gives the device type `tpu`."""
+    return device.type == "tpu"
+
+
+def _has_tpu() -> bool:
+    """Return whether torch_tpu is installed and finds a TPU."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return current is not None and is_tpu(current)
+
+
+def _require_tpu() -> None:
+    """Raise Unavailable where torch_tpu is not installed, or finds no device."""
+    if _has_tpu():
+        return
+    if find_spec("torch_tpu"):
+        raise Unavailable(
+            f"accelerator=tpu is not on this machine: torch_tpu {version('torch_tpu')} finds no "
+            "TPU.",
+            "Type accelerator=cpu.",
+        )
+    raise Unavailable(
+        "accelerator=tpu needs torch_tpu, which is not installed.",
+        "Type pip install torch_tpu on a machine with a TPU, or accelerator=cpu.",
+    )
+
+
+def _tpu_name(device: torch.device) -> str:
+    """Return a TPU's generation and its package, for example `TPU v6e (torch_tpu 0.2.0)`."""
+    chip = torch.get_device_module(device).get_device_name(device)
+    return f"{chip} (torch_tpu {version('torch_tpu')})"
+
+
+def _tpu_generator(device: torch.device) -> torch.Generator:
+    """Return torch_tpu's generator of a device."""
+    # From torch 2.13 on, torch_tpu's get_rng_state() is private to PyTorch.
+    return torch.get_device_module(device).default_generators[device.index or 0]

@@ -3,8 +3,9 @@
 Each message says what was given, what is allowed here, and what to type.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class RunnerError(Exception):
@@ -102,3 +103,11 @@ def nearest_names(name: str, known: Sequence[str]) -> list[str]:
     # difflib counts letters in another order as lost: modle would be nearer to mode than to model.
     reordered = [each for each in known if sorted(each) == sorted(name)]
     return reordered[:1] or get_close_matches(name, known, n=1, cutoff=0.5)
+
+
+def count_problems(name: str, section: Any, keys: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each key of a section that counts something and is below 1."""
+    for key in keys:
+        value = getattr(section, key)
+        if value is not None and value < 1:
+            yield f"{name}.{key}={value} is too small. Allowed: 1 and up."

@@ -16,11 +16,13 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from runner.core.base.annotations import fits_type
 from runner.core.base.errors import ConfigError
 from runner.core.base.layout import WRITTEN_PLACES
 from runner.core.base.secrets import redact_values
@@ -402,3 +404,38 @@ def interpolation_problem(content: Mapping[str, Any]) -> str:
     if "${" in json.dumps(content):
         return "holds an interpolation, which would be resolved here"
     return ""
+
+
+def dataclass_fields_from_json(kind: type, values: object) -> dict[str, Any]:
+    """Return the entries of a mapping, read from a file, that are fields of a dataclass.
+
+    Raises:
+        ValueError: a value is missing or does not fit its annotation.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"no {kind.__name__}")
+    # Other keys are ignored: a newer version may have written the file.
+    entries = {key: value for key, value in values.items() if key in hints}
+    for key, value in entries.items():
+        if not _fits_field(value, hints[key]):
+            raise ValueError(f"{key} is no {kind.__name__}'s")
+    # Both are MISSING for a field without a default.
+    required = {field.name for field in fields(kind) if field.default is field.default_factory}
+    lacking = required - set(entries)
+    if lacking:
+        raise ValueError(f"no {kind.__name__}: it lacks {', '.join(sorted(lacking))}")
+    return entries
+
+
+def _fits_field(value: Any, hint: Any) -> bool:
+    """Return whether a value read from a file fits a field's annotation."""
+    if not fits_type(value, hint):
+        return False
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        return False
+    # The values of a mapping of Any are not looked at.
+    if isinstance(value, Mapping) and get_args(hint):
+        _, item_hint = get_args(hint)
+        return all(_fits_field(item, item_hint) for item in value.values())
+    return True

@@ -3,9 +3,10 @@
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 # Hydra's grammar: in quotes, backslashes count as escapes only before a quote.
 _BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
@@ -107,3 +108,59 @@ def quote_value(text: str) -> str:
 def override_key(override: str) -> str:
     """Return the key of an override, without its marks (`+`, `~`) and its value."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def typed_value(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+_CONTAINER_MODULES = ("builtins", "collections", "collections.abc", "typing")
+"""Modules of the classes that a list or a mapping of YAML can stand for."""
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+}
+
+
+_LIST_WORDS = {
+    int: "a list of whole numbers, as in [100,200]",
+    float: "a list of numbers, as in [0.1,0.2]",
+}
+
+
+def annotation_words(hint: Any) -> str:
+    """Return an annotation in words, as an error message lists what is allowed."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return " or ".join(annotation_words(option) for option in get_args(hint))
+    if kind is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    if isinstance(kind, type) and kind in _WORDS:
+        return _WORDS[kind]
+    if (getattr(kind, "__module__", ""), getattr(kind, "__name__", "")) == ("torch", "Tensor"):
+        return "a list of numbers, as in [1.0,5.0]"
+    if isinstance(kind, type) and kind.__module__ not in _CONTAINER_MODULES:
+        return f"a nested _target_ that returns a {kind.__name__}"
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return "keys with values, as in {a: 1}"
+    if isinstance(kind, type) and issubclass(kind, Iterable):
+        item = next(iter(get_args(hint)), None)
+        return _LIST_WORDS[item] if item in (int, float) else "a list, as in [a,b]"
+    return str(hint).replace("typing.", "").replace("collections.abc.", "")
+
+
+def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of a config; an empty mapping is one."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

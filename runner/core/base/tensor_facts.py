@@ -3,6 +3,7 @@ wrapped ones included."""
 
 import math
 from collections.abc import Iterable, Iterator
+from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
@@ -154,3 +155,38 @@ def is_sharded(value: object) -> TypeGuard["DTensor"]:
     """Return whether a value is a DTensor, of which each process holds a shard."""
     # Importing DTensor for isinstance would cost every run more than a second.
     return isinstance(value, Tensor) and hasattr(value, "to_local")
+
+
+class HostFlag:
+    """A scalar flag that is copied from the device to the host in the background.
+
+    Reading it waits for the copy alone, not for what was queued on the device after it. On the CPU
+    its memory is read in place.
+    """
+
+    __slots__ = ("_event", "_value")
+
+    def __init__(self, flag: Tensor) -> None:
+        self._event = None
+        if flag.device.type == "cuda":
+            self._value = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._value.copy_(flag, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            # The same tensor where the flag is in host memory already.
+            self._value = flag.cpu()
+
+    @property
+    def is_set(self) -> bool:
+        """Return whether the flag is not zero; waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value.numpy()[()] != 0.0)
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number, or a tensor of one number, as a float; None for anything else."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, Real) else None

@@ -1,10 +1,13 @@
-"""Make text safe for a terminal: no credentials, no control characters; quote commands to copy."""
+"""Make text safe for a terminal: no credentials, no control characters; quote commands to copy;
+silence what libraries print."""
 
 import logging
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from runner.core.base.secrets import redact, redact_override
 
@@ -68,3 +71,17 @@ class PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return sanitize(super().format(record))
+
+
+@contextmanager
+def suppress_warnings(level: int = logging.WARNING) -> Iterator[None]:
+    """Suppress Python warnings, and log records up to a level, within a context."""
+    previous_level = logging.root.manager.disable
+    # A caller may have disabled more already.
+    logging.disable(max(previous_level, level))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous_level)

@@ -9,19 +9,6 @@ from runner.core.base.terminal import quote_command
 from runner.core.config.schema import RunSpec
 
 
-def python_call(function: str, words: Sequence[str], given: Mapping[str, str]) -> str:
-    """Return a call of the Python API as text.
-
-    Args:
-        function: of the package runner.
-        words: overrides; those that stand for objects are left out, for they can be typed nowhere.
-        given: keys of the objects by their roles.
-    """
-    typed = [word for word in words if override_key(word) not in given.values()]
-    objects = "".join(f", {role}=..." for role in given)
-    return f"runner.{function}({typed!r}{objects})"
-
-
 @dataclass(frozen=True)
 class Invocation:
     """A command as one run sees it: options, overrides and, in a sweep, what differs between jobs.
@@ -52,6 +39,20 @@ class Invocation:
     given: Mapping[str, str] = field(default_factory=dict)
     is_trusted: bool = True
 
+    @staticmethod
+    def python_call(function: str, words: Sequence[str], given: Mapping[str, str]) -> str:
+        """Return a call of the Python API as text.
+
+        Args:
+            function: of the package runner.
+            words: overrides; those that stand for objects are left out, for they can be typed
+                nowhere.
+            given: keys of the objects by their roles.
+        """
+        typed = [word for word in words if override_key(word) not in given.values()]
+        objects = "".join(f", {role}=..." for role in given)
+        return f"runner.{function}({typed!r}{objects})"
+
     def command_text(self, words: Sequence[str] | None = None) -> str:
         """Return the command line, or the call of the Python API, that repeats this one run.
 
@@ -61,7 +62,7 @@ class Invocation:
         words = self.overrides if words is None else words
         if not self.given:
             return quote_command([*self._program, *words])
-        return python_call("run", words, self.given)
+        return self.python_call("run", words, self.given)
 
     def resume_text(self, folder: object) -> str:
         """Return the command line, or the call of the Python API, that resumes a run's folder."""

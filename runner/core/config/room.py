@@ -6,13 +6,13 @@ process, before they read a config.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from runner.core.config.schema import RunSpec
     from runner.core.loop.strategy import Strategy
     from runner.core.record.checkpoint_file import LoadedCheckpoint
-    from runner.core.run.context import PlannedRun, RunContext, RunOutcome
+    from runner.core.run.run_context import PlannedRun, RunContext, RunOutcome
 
 
 class Mode:
@@ -40,6 +40,17 @@ class Mode:
     needs_data: bool = True
     reads_training_data: bool = True
     chooses_jobs: bool = False
+
+    @staticmethod
+    def all() -> "dict[str, Mode]":
+        """Return the modes of all rooms by their names."""
+        return {mode.name: mode for room in Room.installed for mode in room.modes}
+
+    @staticmethod
+    def named(name: str) -> "Mode":
+        """Return a mode; one that needs nothing for a name that no room has, which
+        RunSpec.problems reports."""
+        return Mode.all().get(name, Mode())
 
     def key_problems(self, spec: "RunSpec") -> Iterator[str]:
         """Yield a message for each key of this mode that the spec, of any mode, uses wrongly."""
@@ -88,6 +99,9 @@ class Room:
         check: raises ConfigError for what would fail later, once the strategy is known.
     """
 
+    installed: ClassVar[list["Room"]] = []
+    """The rooms that this process knows."""
+
     sections: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     modes: Sequence[Mode] = ()
@@ -95,49 +109,17 @@ class Room:
     parts: Mapping[str, Callable[["RunSpec", "Strategy", Any], Any]] = field(default_factory=dict)
     check: Callable[["RunSpec", "Strategy"], None] = lambda spec, strategy: None
 
+    @classmethod
+    def install(cls, rooms: Sequence["Room"]) -> None:
+        """Have this process know the rooms, in place of those that it knew."""
+        cls.installed[:] = rooms
 
-_installed: list[Room] = []
-_UNKNOWN = Mode()
+    @classmethod
+    def all_sections(cls) -> dict[str, Any]:
+        """Return the sections of all rooms."""
+        return {key: kind for room in cls.installed for key, kind in room.sections.items()}
 
-
-def install(rooms: Sequence[Room]) -> None:
-    """Have this process know the rooms, in place of those that it knew."""
-    _installed[:] = rooms
-
-
-def modes() -> dict[str, Mode]:
-    """Return the modes of all rooms by their names."""
-    return {mode.name: mode for room in _installed for mode in room.modes}
-
-
-def mode_named(name: str) -> Mode:
-    """Return a mode; one that needs nothing for a name that no room has, which RunSpec.problems
-    reports."""
-    return modes().get(name, _UNKNOWN)
-
-
-def spec_problems(spec: "RunSpec") -> list[str]:
-    """Return every problem of a spec's values, those that rooms find included."""
-    return [*spec.problems(), *(text for room in _installed for text in room.problems(spec))]
-
-
-def build_part(group: str, spec: "RunSpec", strategy: "Strategy", device: Any) -> Any:
-    """Return the object that a run has of a group of its spec; see Room.parts."""
-    builder = next(room.parts[group] for room in _installed if group in room.parts)
-    return builder(spec, strategy, device)
-
-
-def check_spec(spec: "RunSpec", strategy: "Strategy") -> None:
-    """Raise ConfigError for what would fail later; see Room.check."""
-    for room in _installed:
-        room.check(spec, strategy)
-
-
-def sections() -> dict[str, Any]:
-    """Return what Room.sections has, of all rooms."""
-    return {key: kind for room in _installed for key, kind in room.sections.items()}
-
-
-def section_texts() -> dict[str, str]:
-    """Return what Room.texts has, of all rooms."""
-    return {key: text for room in _installed for key, text in room.texts.items()}
+    @classmethod
+    def all_texts(cls) -> dict[str, str]:
+        """Return the texts of all rooms."""
+        return {key: text for room in cls.installed for key, text in room.texts.items()}

@@ -4,24 +4,20 @@ Hydra checks the types of overrides against these classes; `problems()` checks t
 entry under Attributes is the text of its key in docs/commands.md, so it must be clear by itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from runner.core.base.errors import nearest_names
+from omegaconf import OmegaConf
+
+from runner.core.base.errors import count_problems, nearest_names
+from runner.core.base.fmt import leaves
 from runner.core.base.secrets import redact_values
-from runner.core.config.room import mode_named, modes
-
-PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+from runner.core.config.room import Mode, Room
 
 T = TypeVar("T")
 
 GUARD_ACTIONS = ("stop", "warn", "ignore")
-AUTO = "auto"
-"""Value of checkpoint.resume and train.data_on_device that leaves the choice to the run."""
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that replay CUDA graphs."""
-COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs", "regional")
 COMPILE_ROUNDINGS = ("fused", "eager")
 """Values of train.compile_rounding."""
 
@@ -69,6 +65,9 @@ class TrainSpec:
             stops early.
     """
 
+    CUDA_GRAPH_MODES: ClassVar = ("reduce-overhead", "max-autotune")
+    """Modes of torch.compile that replay CUDA graphs."""
+
     epochs: int = 10
     max_steps: int | None = None
     max_seconds: float | None = None
@@ -113,7 +112,8 @@ class TrainSpec:
                 f"{rounding} is for a compiled model, and train.compile=false compiles nothing. "
                 "Type train.compile=default, or leave train.compile_rounding out."
             )
-        for key, words in (("compile", COMPILE_MODES), ("data_on_device", (AUTO,))):
+        modes = ("default", *self.CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs", "regional")
+        for key, words in (("compile", modes), ("data_on_device", ("auto",))):
             value = getattr(self, key)
             if value not in (True, False, *words):
                 allowed = ", ".join(("true, false", *words))
@@ -270,14 +270,6 @@ _AT_LEAST_ONE = (
 """Sections with keys that count something: null or at least 1."""
 
 
-def count_problems(name: str, section: Any, keys: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each key of a section that counts something and is below 1."""
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and value < 1:
-            yield f"{name}.{key}={value} is too small. Allowed: 1 and up."
-
-
 @dataclass(frozen=True)
 class RunSpec:
     """All settings of one run. A group (precision, model, ...) holds a `_target_` and its keywords.
@@ -291,6 +283,15 @@ class RunSpec:
         vars: values of your own, as in vars.size=3, which any yaml reads as ${vars.size}; the
             runner itself does not use them.
     """
+
+    AUTO: ClassVar = "auto"
+    """Value of checkpoint.resume and train.data_on_device that leaves the choice to the run."""
+    PRECISION_ALIASES: ClassVar = {
+        "64": "64-true",
+        "32": "32-true",
+        "16": "16-mixed",
+        "bf16": "bf16-mixed",
+    }
 
     mode: str = "train"
     seed: int = 0
@@ -317,7 +318,7 @@ class RunSpec:
     @property
     def trains(self) -> bool:
         """Return whether the mode trains."""
-        return mode_named(self.mode).trains
+        return Mode.named(self.mode).trains
 
     def section(self, kind: type[T]) -> T:
         """Return a room's section, by its class; with its defaults where the spec has none."""
@@ -337,13 +338,26 @@ class RunSpec:
         values = asdict(self)
         return values | values.pop("sections")
 
+    def redacted_dict(self) -> dict[str, Any]:
+        """Return all keys as plain containers without secrets, to store or show them."""
+        return redact_values(self.to_dict())
+
+    def flat(self) -> dict[str, str]:
+        """Return the spec without secrets as dotted keys and texts, the form of MLflow's params."""
+        return {key: str(value) for key, value in leaves(self.redacted_dict())}
+
+    def to_yaml(self) -> str:
+        """Return the spec as YAML, without its secrets."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.redacted_dict()))
+
     def mode_problems(self) -> Iterator[str]:
         """Yield a message for an unknown mode, and for each key that contradicts the mode."""
-        names = [*modes()]
+        modes = Mode.all()
+        names = [*modes]
         if self.mode not in names:
             near = "".join(f" Type mode={name}." for name in nearest_names(self.mode, names))
             yield f"mode={self.mode} is not known.{near} Allowed: {', '.join(names)}."
-        for mode in modes().values():
+        for mode in modes.values():
             yield from mode.key_problems(self)
 
     def problems(self) -> Iterator[str]:
@@ -366,21 +380,8 @@ class RunSpec:
         if self.train.num_workers < 0:
             yield f"train.num_workers={self.train.num_workers} is negative. Allowed: 0 and up."
 
-
-def flatten(spec: RunSpec) -> dict[str, str]:
-    """Return the spec without secrets as dotted keys and strings, the form of MLflow's params."""
-    return {key: str(value) for key, value in leaves(redacted_dict(spec))}
-
-
-def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each leaf of a config; an empty mapping is one."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from leaves(item, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
-
-
-def redacted_dict(spec: RunSpec) -> dict[str, Any]:
-    """Return the spec as plain containers without secrets, to store or show it."""
-    return redact_values(spec.to_dict())
+    def all_problems(self) -> Iterator[str]:
+        """Yield the message of each problem, those that rooms find included."""
+        yield from self.problems()
+        for room in Room.installed:
+            yield from room.problems(self)

@@ -4,45 +4,20 @@ RunCallback is the base class of the runner's own callbacks and of the user's, w
 the config group `callbacks`. How the user's are built and called is in user_callbacks.py.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from runner.core.base.files import write_text
 from runner.core.base.fmt import now_ms
 from runner.core.base.layout import CALLBACK_FILES
-from runner.core.loop.records import EvalRecord, Record, StepRecord
-from runner.core.loop.state import TrainState
-from runner.core.record.metric_names import METRICS
+from runner.core.base.tensor_facts import as_number
+from runner.core.loop.step_records import EvalRecord, StepRecord, TrainingEnd
+from runner.core.loop.train_state import TrainState
+from runner.core.record.metric_names import METRIC_NAME, RESERVED_PREFIXES
 from runner.core.record.tracker import RunOutput
-
-METRIC_NAME = re.compile(r"[^/\x00-\x1f]+(/[^/\x00-\x1f]+)*")
-"""Names that the user's code may give to metrics."""
-RESERVED_PREFIXES = sorted({name.partition("/")[0] for name in METRICS} | {"system"})
-"""First parts of the names of metrics that the runner and MLflow record."""
-
-
-class TrainingEnd(NamedTuple):
-    """How a training ended.
-
-    Attributes:
-        step: attempted steps.
-        planned_steps: steps that the config asks for.
-        metrics: of the last evaluation, by their names in the tracker.
-        best: best value of the metric that runs are compared by; None without an evaluation.
-        reason: why it ended before the planned steps: the reason that a callback gave, or the key
-            that ended it; empty where it did not.
-    """
-
-    step: int
-    planned_steps: int
-    metrics: Mapping[str, float]
-    best: float | None
-    reason: str
 
 
 class RunCallback:
@@ -66,6 +41,13 @@ class RunCallback:
     key: ClassVar[str] = ""
     is_in_every_run: ClassVar[bool] = False
     stop_reason: str = ""
+
+    def dispatch(self, record: Sequence[StepRecord] | EvalRecord, run: "RunHandle") -> None:
+        """Call the hook of a record."""
+        if isinstance(record, EvalRecord):
+            self.on_evaluation(record, run)
+        else:
+            self.on_steps(record, run)
 
     def on_steps(self, records: Sequence[StepRecord], run: "RunHandle") -> None:
         """Read the records of steps that have reached the host, in order.
@@ -96,15 +78,6 @@ class RunCallback:
         Where a checkpoint holds no state of it, a callback of the user's is not called, and one of
         the runner's gets an empty mapping.
         """
-
-
-def dispatch(callbacks: Sequence[RunCallback], record: Record, run: "RunHandle") -> None:
-    """Pass a record to every callback, in order."""
-    for callback in callbacks:
-        if isinstance(record, EvalRecord):
-            callback.on_evaluation(record, run)
-        else:
-            callback.on_steps(record, run)
 
 
 class RunHandle:
@@ -251,10 +224,3 @@ class RunHandle:
                 "Take another prefix, or none"
             )
         return name
-
-
-def as_number(value: Any) -> float | None:
-    """Return a number, or a tensor of one number, as a float; None for anything else."""
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and not value.is_complex() else None
-    return float(value) if isinstance(value, Real) else None

@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.loop.batch_layout import KeywordInputs, PositionalInputs
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.fmt import now_ms
 from runner.core.base.tensor_facts import cast_gradients, widest_float
-from runner.core.loop.batches import Batch
+from runner.core.loop.batch_layout import Batch, examples_in
 from runner.core.loop.model_call import call_model
-from runner.core.loop.records import TERM_PREFIX, DeviceStepRecord, measure_step
-from runner.core.loop.state import TrainState
+from runner.core.loop.step_records import TERM_PREFIX, DeviceStepRecord, measure_step
+from runner.core.loop.train_state import TrainState
 from runner.core.policy.gradients import (
     any_found_inf,
     clip_gradients,
@@ -345,21 +345,3 @@ def join_batch(state: TrainState, output: Any, target: Any, size: int) -> tuple[
             f"{type(output).__name__}. Have the model return tensors, or a dict or tuple of them."
         )
     return joined, tree_map(join, target)
-
-
-def examples_in(batch: Batch) -> int:
-    """Return the examples of a batch: the first dimension of its target, or else of its inputs.
-
-    A target that is a list has one member for each example. A batch that holds a tensor in neither
-    place counts as one example.
-    """
-    inputs, target = batch
-    if isinstance(target, list):
-        return len(target)
-    counted = target
-    if not isinstance(counted, Tensor):
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        counted = tensors[0] if tensors else None
-    if counted is None or counted.ndim == 0:
-        return 1
-    return counted.shape[0]  # len() of a tensor costs 3 µs more, in every step

@@ -13,8 +13,7 @@ from torch import Tensor
 from runner.core.base.errors import ConfigError, ModelError
 from runner.core.base.stop_signals import Stopped
 from runner.core.base.tensor_facts import dtype_name
-from runner.core.loop.batches import IGNORED_LABEL as IGNORED
-from runner.core.loop.batches import BatchLayout
+from runner.core.loop.batch_layout import IGNORED_LABEL, BatchLayout
 
 Gather = Callable[[Tensor], list[Tensor]]
 """Returns the tensors of all processes, in their order."""
@@ -128,7 +127,7 @@ class Task(ABC):
     """The field of a dict batch that holds the target; None looks for the usual names."""
     passes_target: bool = False
     """Whether the model takes the target, too, as one that returns its loss does."""
-    ignored_label: int = IGNORED
+    ignored_label: int = IGNORED_LABEL
     """The label that does not count in the data, in place of which loss and metrics get -100."""
     layout: type[BatchLayout] = BatchLayout
     """Class that splits the batches."""
@@ -211,13 +210,16 @@ class Task(ABC):
         """
         return output, target
 
-    def extend(self, additions: TaskAdditions) -> None:
+    def extend(self, **values: Any) -> None:
         """Add what the config names to the task, before it is used.
+
+        Args:
+            values: the attributes of TaskAdditions.
 
         Raises:
             ConfigError: it is not known whether more or less of the quality is better.
         """
-        self.additions = additions
+        self.additions = additions = TaskAdditions(**values)
         if additions.whole_batch is not None:
             self.whole_batch = additions.whole_batch
         if additions.metrics:

@@ -89,13 +89,17 @@ class ConversionReport:
         converted = [row.module for row in self.modules if row.is_converted and row.elements]
         names = first_names(converted, limit)
         yield f"converted {self._counts()}" + (f": {names}" if names else "")
-        skipped = summarize_modules(row for row in self.modules if not row.is_converted)
-        notes = summarize_modules(row for row in self.modules if row.is_converted and row.why)
+        skipped = _summaries(row for row in self.modules if not row.is_converted)
+        notes = _summaries(row for row in self.modules if row.is_converted and row.why)
         texts = [f"  skipped {text}" for text in skipped]
         texts += [f"  converted {text}" for text in notes]
         yield from texts[:limit]
         if len(texts) > limit:
             yield f"  and {len(texts) - limit} more, all in conversion.json"
+
+    def summaries(self) -> list[str]:
+        """Return a phrase for the modules of each class and reason."""
+        return _summaries(self.modules)
 
     def _counts(self) -> str:
         """Return the numbers of converted layers, weights and norms as a phrase."""
@@ -141,7 +145,7 @@ class ConversionReport:
         return replace(self, modules=tuple(rows))
 
 
-def summarize_modules(rows: Iterable[ModuleConversion]) -> list[str]:
+def _summaries(rows: Iterable[ModuleConversion]) -> list[str]:
     """Return a phrase for the modules of each class and reason; the rows are in the model's order.
 
     Four modules are named at most; where there are more, their number is in the phrase too.

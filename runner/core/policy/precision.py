@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import isabstract
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,7 @@ from runner.core.base.errors import Unavailable
 from runner.core.base.tensor_facts import CPU_DEVICE, dtype_name
 from runner.core.loop.strategy import Strategy
 from runner.core.policy.conversion_report import ConversionReport
-from runner.core.policy.loss_scale import LossScale, NoLossScale
-
-
-class ComputeFormat(NamedTuple):
-    """A number format narrower than float32 in which a precision computes.
-
-    Attributes:
-        name: of its dtype, without "torch.".
-        kinds: the tensors that are rounded to it: "activations", "weights", "gradients" (only
-            where no loss scale lifts them), "updates" (where weights are stored in it).
-    """
-
-    name: str
-    kinds: tuple[str, ...]
+from runner.core.policy.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -61,9 +48,6 @@ class ConversionPlan:
     caches_casts: bool = True
     makes_float32: bool = False
     plain_stacks: Mapping[str, str] = field(default_factory=dict)
-
-
-NO_PLAN = ConversionPlan()
 
 
 class Precision(ABC):
@@ -148,7 +132,10 @@ class Precision(ABC):
 
     @abstractmethod
     def convert(
-        self, model: nn.Module, device: torch.device = CPU_DEVICE, plan: ConversionPlan = NO_PLAN
+        self,
+        model: nn.Module,
+        device: torch.device = CPU_DEVICE,
+        plan: ConversionPlan = ConversionPlan(),
     ) -> tuple[nn.Module, ConversionReport]:
         """Return the model in this precision and a row per module that a conversion looked at.
 
@@ -166,7 +153,7 @@ class Precision(ABC):
 
     @abstractmethod
     def forward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         """Return the context around the model's forward; reusable, entered once per micro-batch.
 
@@ -177,7 +164,7 @@ class Precision(ABC):
 
     @abstractmethod
     def backward(
-        self, device: torch.device, plan: ConversionPlan = NO_PLAN
+        self, device: torch.device, plan: ConversionPlan = ConversionPlan()
     ) -> AbstractContextManager[Any]:
         """Return the context around the backward; reusable, entered once per micro-batch.
 
@@ -186,7 +173,7 @@ class Precision(ABC):
         """
 
     @abstractmethod
-    def cast(self, inputs: Any, plan: ConversionPlan = NO_PLAN) -> Any:
+    def cast(self, inputs: Any, plan: ConversionPlan = ConversionPlan()) -> Any:
         """Return a batch's model inputs in the dtypes that the model needs.
 
         Args:
@@ -205,7 +192,7 @@ class Precision(ABC):
 
     def scale(self, device: torch.device) -> LossScale:
         """Return the loss scale of a run, whose tensors are on the device."""
-        return NoLossScale()
+        return LossScale()
 
     def eval_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context around an evaluation during training, so that the evaluation does not
@@ -258,10 +245,15 @@ class Precision(ABC):
         return "precision.update=kahan, " if vars(self).get("update") == "nearest" else ""
 
     @property
-    def formats(self) -> tuple[ComputeFormat, ...]:
-        """Return the formats under 32 bits that it computes in, the narrowest first."""
+    def formats(self) -> Mapping[str, Sequence[str]]:
+        """Return the formats under 32 bits that it computes in, the narrowest first.
+
+        By the name of a dtype, without "torch.", the kinds of tensors that are rounded to it:
+        "activations", "weights", "gradients" (only where no loss scale lifts them), "updates" (only
+        where weights are stored in it).
+        """
         if self.compute.itemsize > 2:
-            return ()
+            return {}
         kinds = ["activations", "weights"]
         # A loss scale lifts gradients out of the format's smallest values.
         if self.scale(CPU_DEVICE).value is None:
@@ -269,7 +261,7 @@ class Precision(ABC):
         # An update is rounded to the format where the weight that it is added to is stored in it.
         if self.storage == self.compute and self.update == "nearest":
             kinds.append("updates")
-        return (ComputeFormat(dtype_name(self.compute), tuple(kinds)),)
+        return {dtype_name(self.compute): kinds}
 
     @property
     def has_limited_range(self) -> bool:
@@ -299,7 +291,7 @@ class Precision(ABC):
     def sort_key(self) -> tuple[float, ...]:
         """Return the precision's place in lists, where the widest comes first: by the bytes of its
         narrowest format, by those of storage, then by range. Equal keys are ordered by name."""
-        narrowest = getattr(torch, self.formats[0].name) if self.formats else self.compute
+        narrowest = getattr(torch, next(iter(self.formats), dtype_name(self.compute)))
         return (-narrowest.itemsize, -self.storage.itemsize, -torch.finfo(self.compute).max)
 
     @property

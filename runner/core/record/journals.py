@@ -11,21 +11,41 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runner.core.base.files import open_output
 from runner.core.base.fmt import now_ms
-from runner.core.record.record_lines import (
-    NOTE_TAG,
-    MetricRecord,
-    Status,
-    encode_json,
-    metrics_line,
-)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a store shows that a run ended."""
+
+
+StopRequested = Callable[[], bool]
+"""Returns whether the run was asked to stop."""
+
+
+MetricRecord = tuple[int, int, Mapping[str, float]]
+"""(step, Unix time in milliseconds, values by metric name)."""
+
+
+NOTE_TAG = "mlflow.note.content"
+"""The tag whose text MLflow shows as a run's or an experiment's description."""
+
+
+# Made once: json.dumps makes an encoder for each call. default=float takes what is not a plain
+# number but converts to one (numpy.float32).
+encode_json = json.JSONEncoder(separators=(",", ":"), default=float).encode
+
+
+def metrics_line(step: int, time_ms: int, values: Mapping[str, float]) -> str:
+    """Return the line of a metric record in a journal and in METRICS."""
+    # Formatted by hand, because a training step waits for it: only the values need an encoder.
+    return f'{{"kind":"metrics","step":{step},"time":{time_ms},"values":{encode_json(values)}}}\n'
+
 
 STATE_FILE_BYTES = 4096
 """Bytes of the file; fixed, so that the journal can reserve them before the disk is full."""

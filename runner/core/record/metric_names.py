@@ -1,5 +1,6 @@
 """Name the metrics of a run. Dashboards, reports and users' scripts rely on these names."""
 
+import re
 from collections.abc import Iterable
 
 METRICS = {
@@ -75,3 +76,19 @@ def numbered(names: Iterable[str]) -> list[str]:
             number += 1
         distinct[free] = None
     return [*distinct]
+
+
+FORBIDDEN_CHARACTERS = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow refuses in the name of a metric."""
+
+
+def legal_names(names: Iterable[str]) -> list[str]:
+    """Return names with an underscore for each forbidden character; names that become equal, as
+    h.* and h.? do, get a number."""
+    return numbered(FORBIDDEN_CHARACTERS.sub("_", name) for name in names)
+
+
+METRIC_NAME = re.compile(r"[^/\x00-\x1f]+(/[^/\x00-\x1f]+)*")
+"""Names that the user's code may give to metrics."""
+RESERVED_PREFIXES = sorted({name.partition("/")[0] for name in METRICS} | {"system"})
+"""First parts of the names of metrics that the runner and MLflow record."""

@@ -25,7 +25,7 @@ from runner.core.base.files import (
 from runner.core.base.fmt import relative_path
 from runner.core.base.layout import METRICS, RANK_RECORD
 from runner.core.base.secrets import redact
-from runner.core.record.record_lines import (
+from runner.core.record.journals import (
     MetricRecord,
     Status,
     StopRequested,
@@ -34,8 +34,7 @@ from runner.core.record.record_lines import (
 )
 
 if TYPE_CHECKING:
-    from runner.core.policy.conversion_report import ConversionReport
-    from runner.core.run.result import RunResult
+    from runner.core.run.run_result import RunPage
 
 Role = Literal["run", "sweep"]
 
@@ -95,27 +94,6 @@ class SilentConsole:
         """Print nothing."""
 
 
-@dataclass(frozen=True)
-class RunPage:
-    """The facts that the page of a run shows beside its metrics.
-
-    Attributes:
-        command: the command line or the call of the Python API that repeats the run.
-        resumed: what the store was given of a run that is resumed; None for one that starts.
-        status: of a run that has ended; None while it runs.
-        error: why it failed or was stopped.
-        result: of a run that finished.
-        report: its conversion, as proven.
-    """
-
-    command: str
-    resumed: RunInfo | None = None
-    status: Status | None = None
-    error: str = ""
-    result: "RunResult | None" = None
-    report: "ConversionReport | None" = None
-
-
 class Tracker(ABC):
     """The record of one run. No method waits for the store, except close and check_store.
 
@@ -142,7 +120,7 @@ class Tracker(ABC):
     def note(self, markdown: str) -> None:
         """Set or replace the text that the store shows with the run."""
 
-    def describe(self, page: RunPage) -> None:
+    def describe(self, page: "RunPage") -> None:
         """Set or replace that text by the facts that it tells."""
 
     def stored_id(self, journal: Path) -> str | None:

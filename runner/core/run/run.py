@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from runner.core.base import torchrun
 from runner.core.base.accelerators import Accelerator, choose_accelerator
@@ -21,25 +22,18 @@ from runner.core.base.random_streams import process_state
 from runner.core.base.secrets import redact
 from runner.core.base.stop_signals import Stopped, StopSignals
 from runner.core.config.invocation import Invocation
-from runner.core.config.room import build_part, check_spec, mode_named, spec_problems
-from runner.core.config.schema import RunSpec, flatten
+from runner.core.config.room import Mode, Room
+from runner.core.config.schema import RunSpec
 from runner.core.config.targets import build_group
 from runner.core.loop.strategy import Strategy
 from runner.core.policy.sessions import one_run
 from runner.core.record import journals as journal
 from runner.core.record.checkpoint_file import LoadedCheckpoint, rename_superseded
-from runner.core.record.record_lines import Status
-from runner.core.record.tracker import (
-    Console,
-    ProcessJournal,
-    RunInfo,
-    RunPage,
-    SilentConsole,
-    Tracker,
-)
+from runner.core.record.journals import Status
+from runner.core.record.tracker import Console, ProcessJournal, RunInfo, SilentConsole, Tracker
 from runner.core.run import run_metadata
-from runner.core.run.context import PlannedRun, RunContext, process_folder
-from runner.core.run.result import RunResult
+from runner.core.run.run_context import PlannedRun, RunContext, process_folder
+from runner.core.run.run_result import RunPage, RunResult
 
 
 def run_spec(
@@ -125,9 +119,9 @@ def _complete_plan(plan: PlannedRun, say: Callable[[str], None], strategy: Strat
     # A plan is made of keys that fit its mode. All problems are collected, so that one message
     # names every one of them.
     if [*plan.spec.mode_problems()]:
-        refuse(spec_problems(plan.spec))
-    plan = mode_named(plan.spec.mode).plan(plan, say, strategy)
-    refuse(spec_problems(plan.spec))
+        refuse(plan.spec.all_problems())
+    plan = Mode.named(plan.spec.mode).plan(plan, say, strategy)
+    refuse(plan.spec.all_problems())
     return plan
 
 
@@ -142,9 +136,14 @@ def _build_context(
     spec, invocation = plan.spec, plan.invocation
     chosen = choose_accelerator(spec.accelerator.name, spec.accelerator.index)
     accelerator = Accelerator(strategy.device(chosen.device))
-    build = partial(build_part, spec=spec, strategy=strategy, device=accelerator.device)
+
+    def build(group: str) -> Any:
+        builder = next(room.parts[group] for room in Room.installed if group in room.parts)
+        return builder(spec, strategy, accelerator.device)
+
     precision, task = build("precision"), build("task")
-    check_spec(spec, strategy)
+    for room in Room.installed:
+        room.check(spec, strategy)
     tracker: Tracker = build_group("tracking", spec.tracking)
     # One run in the store for all processes: the first one records it.
     if not strategy.rank.is_main:
@@ -252,7 +251,7 @@ def _run_info(
     if strategy.rank.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.rank.world_size)}
     tags |= run_metadata.git_tags(Path.cwd())
-    info = RunInfo(context.out, flatten(spec), tags, name=context.label, sweep=invocation.sweep)
+    info = RunInfo(context.out, spec.flat(), tags, name=context.label, sweep=invocation.sweep)
     earlier = journal.latest_journal(context.out)
     if resumed is not None:
         return replace(info, continues=earlier, step=resumed.content["step"], changes=changes)

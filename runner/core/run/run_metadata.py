@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from runner.core.base.files import write_json, write_text
 from runner.core.base.layout import CONFIG, GIT_KEYS, SIGNATURE
 from runner.core.config import signature
 from runner.core.config.invocation import Invocation
-from runner.core.config.schema import RunSpec, redacted_dict
+from runner.core.config.schema import RunSpec
 
 PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
 """Packages whose versions can change a run's numbers or its record."""
@@ -36,15 +35,10 @@ def write_config(folder: Path, spec: RunSpec, sign: bool = True) -> Path:
     Returns:
         The path of the config.
     """
-    text = config_text(spec)
+    text = spec.to_yaml()
     signed = signature.sign(CONFIG, text) if sign else ""
     write_json(folder / SIGNATURE, {"config": signed})
     return write_text(folder / CONFIG, text)
-
-
-def config_text(spec: RunSpec) -> str:
-    """Return a resolved config as YAML, without its secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(redacted_dict(spec)))
 
 
 def environment_facts(invocation: Invocation) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from runner.core import ConfigError, files
-from runner.core.loop.batches import IGNORED_LABEL
+from runner.core import ConfigError, batch_layout, files
 from runner.data.splits import Splits, held_out, require_at_least, split_fields
 
 _TABLE = ("chemicals", "Identifiers/chemical identifiers pubchem large.tsv")
@@ -78,7 +77,7 @@ def molecules(
     fields = {
         "input_ids": ids.masked_fill(chosen, tokens["[MASK]"]),
         "attention_mask": (ids != tokens["[PAD]"]).long(),
-        "labels": ids.masked_fill(~chosen, IGNORED_LABEL),
+        "labels": ids.masked_fill(~chosen, batch_layout.IGNORED_LABEL),
     }
     return split_fields(fields, val, seed)
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.core import ConfigError, files
-from runner.core.loop.batches import IGNORED_LABEL
+from runner.core import ConfigError, batch_layout, files
 from runner.data.datasets.imagefolder import decoded_image, image_transform
 from runner.data.datasets.npz import as_input, as_target
 from runner.data.splits import (
@@ -375,7 +374,7 @@ class TableColumns:
             tokens = row[: self.length]
             ids[i, : len(tokens)] = torch.tensor(tokens)
             mask[i, : len(tokens)] = 1
-        labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
+        labels = ids.masked_fill(mask == 0, batch_layout.IGNORED_LABEL)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def _packed(self, rows: list[list[int]]) -> dict[str, Tensor]:
@@ -397,7 +396,7 @@ class TableColumns:
         starts[:, 0] = True
         places = torch.arange(length)
         positions = places - torch.where(starts, places, 0).cummax(1).values
-        labels = ids.masked_fill(starts, IGNORED_LABEL)
+        labels = ids.masked_fill(starts, batch_layout.IGNORED_LABEL)
         # transformers finds the texts by their positions only where it is given no mask.
         return {"input_ids": ids, "position_ids": positions, "labels": labels}
 

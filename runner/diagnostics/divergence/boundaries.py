@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from runner.core import ModuleTape
-from runner.core.base.module_tape import ROOT
+from runner.core import module_tape
 from runner.precision.layers.experts import expert_parts
 
 LOSS = "(loss)"
@@ -113,7 +112,9 @@ def comparable_modules(model: nn.Module) -> set[str]:
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     inside = {part for module in compiled for part in module.modules() if part is not module}
     inside |= {part for module in model.modules() for part in expert_parts(module)}
-    return {name or ROOT for name, module in model.named_modules() if module not in inside}
+    return {
+        name or module_tape.ROOT for name, module in model.named_modules() if module not in inside
+    }
 
 
 def functions_are_seen(model: nn.Module) -> bool:
@@ -132,9 +133,9 @@ def visited_modules(
     """
     calls = ModuleCalls(visitor, listeners)
     functions = calls if functions_are_seen(model) else nullcontext()
-    with ModuleTape() as tape, warnings.catch_warnings(), functions:
+    with module_tape.ModuleTape() as tape, warnings.catch_warnings(), functions:
         for dotted_name, module in model.named_modules():
-            name = dotted_name or ROOT
+            name = dotted_name or module_tape.ROOT
             if name in names:
                 # The forward of a compiled module would be traced into its program.
                 key = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"

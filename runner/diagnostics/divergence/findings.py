@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
-from runner.core import tensor_facts
-from runner.diagnostics.divergence.boundaries import CHOICES, LOSS, ROOT, WRITTEN, Boundary
+from runner.core import module_tape, tensor_facts
+from runner.diagnostics.divergence.boundaries import CHOICES, LOSS, WRITTEN, Boundary
 from runner.diagnostics.divergence.passes import Arrival, PassErrors
 from runner.diagnostics.divergence.reference import Reference
 from runner.diagnostics.divergence.roundoffs import Execution, Roundoffs, with_rounding
@@ -148,7 +148,7 @@ def build_network(
 ) -> Network:
     """Return the facts about the compared model that its errors are judged by."""
     model = execution.state.plain_model
-    modules = {name or ROOT: module for name, module in model.named_modules()}
+    modules = {name or module_tape.ROOT: module for name, module in model.named_modules()}
     # In the order of the first calls; the loss last.
     called = dict.fromkeys(name for name, _ in reference.generators)
     kinds = {name: type(modules[name]).__name__ if name in modules else "" for name in called}
@@ -300,7 +300,7 @@ def _forward_errors(
         yield owner, AddedError(name, error, expected, dtype, positions[boundary], limit)
     for buffer, error in added.buffers.items():
         prefix, _, name = buffer.rpartition(".")
-        module = prefix or ROOT
+        module = prefix or module_tape.ROOT
         dtype = network.state_dtypes.get(buffer, "")
         expected = _relative(explained.buffers.get(buffer))
         # Rounding does not change a counter.
@@ -336,7 +336,7 @@ def _backward_errors(
         yield user, AddedError(name, error, expected, dtype, positions[boundary], limit)
     for parameter, error in added.gradients.items():
         prefix, _, own_name = parameter.rpartition(".")
-        module = prefix or ROOT
+        module = prefix or module_tape.ROOT
         expected = with_rounding(
             _relative(explained.gradients.get(parameter)),
             max(roundoffs.code[module], roundoffs.parameters),

@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.core import tensor_facts
-from runner.diagnostics.divergence.boundaries import (
-    LOSS,
-    ROOT,
-    Boundary,
-    Visitor,
-    is_choice_of_experts,
-)
+from runner.core import module_tape, tensor_facts
+from runner.diagnostics.divergence.boundaries import LOSS, Boundary, Visitor, is_choice_of_experts
 from runner.diagnostics.divergence.reference import (
     Call,
     GivenTensors,
@@ -97,7 +91,7 @@ class Arrival(ComparingVisitor):
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         """Compare a tensor, and later its gradient; return a view that tells them apart."""
         self.dtypes[boundary] = tensor.dtype
-        if boundary.module == ROOT and boundary.side == "out":
+        if boundary.module == module_tape.ROOT and boundary.side == "out":
             self.outputs[boundary] = tensor.detach()
         expected = self.reference.values.get(boundary)
         if expected is None:
@@ -387,13 +381,15 @@ def other_weights(model: nn.Module, reference: nn.Module) -> list[str]:
         for (part, own), (_, expected) in zip(*pairs, strict=True):
             error = measure_error(own, expected.to(own.device), counts=False)
             if error.relative > roundoff:
-                modules.append(part if name in stacks else name.rpartition(".")[0] or ROOT)
+                modules.append(
+                    part if name in stacks else name.rpartition(".")[0] or module_tape.ROOT
+                )
     return [*dict.fromkeys(modules)]
 
 
 def layers_of_experts(model: nn.Module) -> set[str]:
     """Return the names of the modules that hold, or may hold, stacked weights of experts."""
-    return {name.rpartition(".")[0] or ROOT for name in stack_names(model)}
+    return {name.rpartition(".")[0] or module_tape.ROOT for name in stack_names(model)}
 
 
 def _is_comparable(tensor: Tensor, other: Tensor) -> bool:

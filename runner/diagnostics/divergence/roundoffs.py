@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from runner.core import Precision, TrainState, tensor_facts
-from runner.diagnostics.divergence.boundaries import ROOT, Boundary
+from runner.core import Precision, TrainState, module_tape, tensor_facts
+from runner.diagnostics.divergence.boundaries import Boundary
 from runner.diagnostics.divergence.reference import NarrowCode, Reference
 from runner.precision.casting import KeptInFloat32
 from runner.precision.conversion import is_converted
@@ -147,7 +147,7 @@ def _add_execution(
     rounding = set() if narrow_code is None else narrow_code.modules(takers)
     kept: set[nn.Module] = set()
     for dotted_name, module in execution.state.plain_model.named_modules():
-        name = dotted_name or ROOT
+        name = dotted_name or module_tape.ROOT
         if uses_tf32:
             roundoffs.code[name] = max(roundoffs.code[name], TF32)
         if is_converted(module):
@@ -232,7 +232,7 @@ class Perturber:
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 # A tied parameter belongs to several modules, and is changed once.
-                code = self.code_roundoff(name or ROOT)
+                code = self.code_roundoff(name or module_tape.ROOT)
                 roundoffs[parameter] = max(code, roundoffs[parameter])
         changed = {p: r for p, r in roundoffs.items() if tensor_facts.unit_roundoff(p.dtype) and r}
         before = {parameter: parameter.detach().clone() for parameter in changed}

@@ -41,18 +41,17 @@ from runner.core import (
     Precision,
     RunnerError,
     RunSpec,
-    TrainingSetup,
     TrainState,
-    call_model,
+    accelerators,
+    model_call,
     module_tree,
-    suppress_warnings,
+    run_context,
     targets,
     tensor_facts,
+    terminal,
     train_step,
+    training_loop,
 )
-from runner.core.base.tpu import is_tpu
-from runner.core.loop.loop import Stagnation, set_evaluation_mode
-from runner.core.policy.precision import NO_PLAN
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
 from runner.diagnostics.memory.memory_tracker import (
@@ -114,7 +113,7 @@ class Rehearsal:
             module_tree.set_training(state.model)
             with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
-                watch = Stagnation(state)
+                watch = training_loop.Stagnation(state)
                 update = state.hooks.call_before_update(tracker.begin_update)
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
                 state.hooks.remove(update)
@@ -130,7 +129,7 @@ class Rehearsal:
         state = self.state
         precision = state.precision
         # Generators have no state on fake tensors that could be saved.
-        set_evaluation_mode(state.model, state.task)
+        training_loop.set_evaluation_mode(state.model, state.task)
         with precision.eval_context(state.plain_model):
             output = state.call(inputs)
         state.task.evaluation_totals(*precision.loss_pair(output, target))
@@ -161,7 +160,7 @@ def build_rehearsal(
         # A schedule needs the number of steps of a run, and changes no tensor's size.
         without_schedule = replace(spec, scheduler={})
         task = build_task(spec.task)
-        setup = TrainingSetup(without_schedule, precision, task, device)
+        setup = run_context.TrainingSetup(without_schedule, precision, task, device)
         state = build_state(setup, model, total_steps=1, plan=plan)
         # A fake found-inf has no value that could decide about the update.
         state.scale.step = lambda optimizer, found_inf: optimizer.step()
@@ -292,7 +291,7 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> C
     """
     # An adapter adds to them in every precision.
     if not precision.converts_layers and not spec.adapter.get("_target_"):
-        return NO_PLAN
+        return ConversionPlan()
     with suppress(Exception), torch.no_grad():
         with META_DEVICE:
             model = targets.build_group("model", spec.model)
@@ -304,9 +303,9 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> C
             model = build_model(spec, precision, device, plan=finding).model.eval()
             session = precision.session(model, device)
             with session, precision.forward(device), ForwardWatch(model, {}) as watch:
-                call_model(model, precision.cast(inputs))
+                model_call.call_model(model, precision.cast(inputs))
             return ConversionPlan(expert_layouts=watch.experts())
-    return NO_PLAN
+    return ConversionPlan()
 
 
 @dataclass(frozen=True)
@@ -425,13 +424,13 @@ def _forecast(
     Raises:
         ForecastUnavailable: a rehearsal would not show the peak, or the step runs on neither.
     """
-    if is_tpu(device):
+    if accelerators.is_tpu(device):
         raise ForecastUnavailable("a TPU's compiler decides what a step holds.")
     if spec.optimizer.get("_target_") == "torch.optim.LBFGS":
         raise ForecastUnavailable("optimizer=lbfgs keeps more each step, up to its history_size.")
     try:
         # Fake tensors would log a traceback for each operator that has no rule for them.
-        with suppress_warnings(logging.ERROR):
+        with terminal.suppress_warnings(logging.ERROR):
             rehearsal = build_rehearsal(spec, precision, device, plan, micro_batches, fake=True)
             # This size at least must run.
             rehearsal.peak(spec.train.batch_size)

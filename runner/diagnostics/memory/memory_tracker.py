@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ModuleTape, tensor_facts
-from runner.core.base.module_tape import is_in_backward
+from runner.core import module_tape, tensor_facts
 from runner.precision.emulation.cpu_kernels import KERNELS
 
 _CUDA_BLOCK = 512
@@ -104,9 +103,9 @@ class MemoryTracker(TorchDispatchMode):
         kind, size, _ = self._held.pop(key)
         self._now[kind] -= size
 
-    def gradients_of(self, params: Sequence[Tensor]) -> ModuleTape:
+    def gradients_of(self, params: Sequence[Tensor]) -> module_tape.ModuleTape:
         """Return a context in which a parameter's complete gradient is counted as one."""
-        tape = ModuleTape()
+        tape = module_tape.ModuleTape()
         for p in params:
             tape.watch_gradient(p, self._gradient)
         return tape
@@ -119,7 +118,7 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = TEMPORARIES if is_in_backward() or self._updates else self.kind
+        kind = TEMPORARIES if module_tape.is_in_backward() or self._updates else self.kind
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.add(kind, *(t for t in leaves if t.untyped_storage()._cdata not in self._held))
         # The workspace is freed when the operator returns: it counts at this moment alone.

@@ -17,15 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from runner.core import (
     ConfigError,
-    ModuleTape,
     RunCallback,
     RunOutput,
     TrainState,
     fmt,
     layout,
+    module_tape,
     tensor_facts,
 )
-from runner.core.base.module_tape import ROOT
 from runner.diagnostics.numerics.measure import (
     BLOCK_ELEMENTS,
     MAX_SAMPLE_ELEMENTS,
@@ -57,7 +56,7 @@ def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
         unseen = [p for p in held if id(p) not in seen]
         seen.update(map(id, held))
         if held:
-            yield name or ROOT, module, unseen
+            yield name or module_tape.ROOT, module, unseen
 
 
 class Probe(TorchFunctionMode):
@@ -75,7 +74,7 @@ class Probe(TorchFunctionMode):
         super().__init__()
         self.state = state
         self.record = record
-        self._tape = ModuleTape()
+        self._tape = module_tape.ModuleTape()
 
     def __enter__(self) -> "Probe":
         # The scale is read now: the step itself may change it.
@@ -108,7 +107,7 @@ class Probe(TorchFunctionMode):
         self._user_code: set[str] = set()
         names_of_experts = expert_names(model)
         for dotted_name, module in model.named_modules():
-            name = names_of_experts.get(module, dotted_name or ROOT)
+            name = names_of_experts.get(module, dotted_name or module_tape.ROOT)
             if not type(module).__module__.startswith("torch."):
                 self._user_code.add(name)
             # The whole model is called once for each micro-batch.
@@ -207,7 +206,7 @@ class Probe(TorchFunctionMode):
             has_update |= kind == "updates" and bool(count.largest)
         # Where the optimizer skipped the step, updates of zero would read as swallowed ones.
         kinds = [kind for kind in KINDS if has_update or kind != "updates"]
-        names = [name or ROOT for name, _ in self.state.plain_model.named_modules()]
+        names = [name or module_tape.ROOT for name, _ in self.state.plain_model.named_modules()]
         names = list(dict.fromkeys((*names, *(name for name, _ in counts))))
         order = [(name, kind) for name in names for kind in kinds if (name, kind) in counts]
         scale = None if self._scale is None else self._scale.item()

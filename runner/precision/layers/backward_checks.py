@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core import ConfigError
-from runner.core.base.module_tape import is_in_backward
+from runner.core import ConfigError, module_tape
 
 
 def forbid_second_derivative(output: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ def _refuse_graph(grad: Tensor) -> None:
 
 def refuse_recompute(module: nn.Module, args: Any) -> None:
     """Raise ConfigError for a forward that runs within a backward; a forward pre-hook."""
-    if is_in_backward():
+    if module_tape.is_in_backward():
         raise ConfigError(
             "The model computes forwards again in the backward (torch.utils.checkpoint, as in "
             "transformers' gradient_checkpointing_enable), and delayed scaling scales by past "

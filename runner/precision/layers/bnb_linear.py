@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core import suppress_warnings
+from runner.core import terminal
 from runner.precision.conversion import change_class
 from runner.precision.layers.backward_checks import forbid_second_derivative
 from runner.precision.layers.conv1d import is_transposed, weight_matrix
@@ -36,7 +36,7 @@ from runner.precision.layers.quantized_linear import (
     Packing,
 )
 
-with suppress_warnings():
+with terminal.suppress_warnings():
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState, dequantize_4bit
     from bitsandbytes.utils import unpack_tensor_to_dict

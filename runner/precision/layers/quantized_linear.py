@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConfigError, suppress_warnings, tensor_facts
+from runner.core import ConfigError, tensor_facts, terminal
 from runner.precision.casting import autocast_input
 from runner.precision.conversion import change_class
 from runner.precision.emulation.formats import Nvfp4Quantizer
@@ -240,7 +240,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 def _import_torchao() -> Any:
     """Import torchao.quantization, with fake quantisers as its `qat`, and return it."""
-    with suppress_warnings():
+    with terminal.suppress_warnings():
         import torchao.quantization.qat
 
     return torchao.quantization
@@ -258,7 +258,7 @@ def _quantize(weight: Tensor, config: Any) -> Any:
     layer = nn.Linear(into, out, bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach().contiguous())
     quantization = _import_torchao()
-    with suppress_warnings():  # it imports its kernels when it is first called
+    with terminal.suppress_warnings():  # it imports its kernels when it is first called
         quantization.quantize_(nn.Sequential(layer), config)
     return layer.weight
 

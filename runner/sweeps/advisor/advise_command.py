@@ -28,9 +28,6 @@ from runner.core import (
     layout,
     refuse,
 )
-from runner.core.config.room import spec_problems
-from runner.core.config.schema import PRECISION_ALIASES
-from runner.core.run.run_metadata import config_text
 from runner.precision.registry import (
     PrecisionSupport,
     load_precision,
@@ -165,7 +162,7 @@ def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str
 
 def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) -> None:
     """Refuse runs that trained something else than the command would."""
-    own = flat_config(config_text(spec))
+    own = flat_config(spec.to_yaml())
     differing: dict[str, None] = {}
     for job in jobs:
         if not job.config:
@@ -263,7 +260,7 @@ class AdviseCommand:
         missing = {row.name: row.why for row in supported if row.why and row.name not in chosen}
         # A precision, or else a run or sweep, whose precision it is then.
         asked = spec.section(AdviseSpec)
-        baseline = PRECISION_ALIASES.get(asked.baseline, asked.baseline)
+        baseline = RunSpec.PRECISION_ALIASES.get(asked.baseline, asked.baseline)
         recorded: Sequence[RunResult] = ()
         if baseline not in precision_names(config_dir):
             recorded = read_recorded_baseline(asked.baseline, spec, chosen)
@@ -378,7 +375,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
     spec = resolve_spec(run_config)
     precision = {k: v for k, v in spec.precision.items() if f"precision.{k}" not in extras}
     spec = replace(spec, precision=precision)
-    refuse(spec_problems(spec))
+    refuse(spec.all_problems())
     return spec
 
 
@@ -421,7 +418,7 @@ def _typed_precisions(
     # The strings of a sweep keep the quotes that were typed.
     plain = [str(value).strip("'\"") for value in values]
     # Each precision once: an alias and its name may both have been typed.
-    names = list(dict.fromkeys(PRECISION_ALIASES.get(name, name) for name in plain))
+    names = list(dict.fromkeys(RunSpec.PRECISION_ALIASES.get(name, name) for name in plain))
     unknown = [name for name in names if name not in known]
     if unknown:
         given = f"precision={unknown[0]} is not known."

@@ -65,7 +65,7 @@ def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
         precision: narrower than float32.
     """
     finding = f"in every module {FLOAT32}'s numbers other than 0 fit its formats"
-    for fmt, kinds in precision.formats:
+    for fmt, kinds in precision.formats.items():
         shortage = numbers.sensitivity(fmt, kinds)
         if shortage != "none":
             finding = f"short of {fmt}'s {shortage}"
@@ -75,12 +75,12 @@ def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
             break
     # A dict is a set that keeps the order: several formats may name one module.
     suspects: dict[str, None] = {}
-    for fmt, kinds in precision.formats:
+    for fmt, kinds in precision.formats.items():
         for module, *_ in numbers.worst(fmt, MAX_SUSPECTS_PER_FORMAT, kinds):
             # A name in parentheses is the model as a whole.
             if not module.startswith("("):
                 suspects[module] = None
-    stored = [fmt for fmt, kinds in precision.formats if "updates" in kinds]
+    stored = [fmt for fmt, kinds in precision.formats.items() if "updates" in kinds]
     loses_updates = any(numbers.sensitivity(fmt, ("updates",)) != "none" for fmt in stored)
     return Diagnosis(finding, list(suspects), loses_updates)
 

@@ -23,7 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register
-from runner.core import VAL_LOSS, ConfigError, RunnerError, RunResult, fmt, tensor_facts
+from runner.core import ConfigError, RunnerError, RunResult, fmt, metric_names, tensor_facts
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     free_memory,
@@ -252,7 +252,7 @@ class TrialScheduler:
         """
         command = self.command
         is_named = command.spec.task.get("quality") is not None
-        metric = timed.quality if is_named else VAL_LOSS
+        metric = timed.quality if is_named else metric_names.VAL_LOSS
         if metric not in timed.metrics:
             raise ConfigError(
                 f"mode={command.spec.mode} judges by {metric}, which task= does not measure."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.core import VAL_LOSS, RunResult, fmt
+from runner.core import RunResult, fmt, metric_names
 from runner.output.markup import LegendEntry
 from runner.output.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 from runner.sweeps.report.sweep_data import Job, SweepData
@@ -131,7 +131,7 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
     styles = {}
     seeds: dict[int, list[str]] = {}
     for job in charts.jobs:
-        if _curves([job], "train/loss", job.result.quality, VAL_LOSS):
+        if _curves([job], "train/loss", job.result.quality, metric_names.VAL_LOSS):
             name = group_name(job.result)
             styles[name] = charts.style_of[name]
             of_dash = seeds.setdefault(charts.dash(job), [])
@@ -254,7 +254,7 @@ class _Charts:
             charts.append((CHART_HEIGHT_INCHES, partial(self.train_loss, losses)))
         # The quality that all jobs share, else the validation loss.
         names = {job.result.quality for job in self.jobs} - {""}
-        keys = [*names, VAL_LOSS] if len(names) == 1 else [VAL_LOSS]
+        keys = [*names, metric_names.VAL_LOSS] if len(names) == 1 else [metric_names.VAL_LOSS]
         for key in keys:
             qualities = _curves(self.jobs, key)
             if _has_line(qualities):

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table as TerminalTable
 
-from runner.core import VAL_LOSS, RunResult, fmt
+from runner.core import RunResult, fmt, metric_names
 from runner.diagnostics.memory.forecast import MAX_FORECAST_BATCH_SIZE
 from runner.output.markup import Cell, Table, Tone, terminal_table
 from runner.sweeps.report.wording import (
@@ -259,13 +259,13 @@ COLUMNS = (
     ),
     Column(
         "loss",
-        job=lambda job, _: job.metrics.get(VAL_LOSS),
-        is_shown=lambda facts: facts.is_evaluation and facts.quality != VAL_LOSS,
+        job=lambda job, _: job.metrics.get(metric_names.VAL_LOSS),
+        is_shown=lambda facts: facts.is_evaluation and facts.quality != metric_names.VAL_LOSS,
     ),
     Column(
         "loss change",
-        job=lambda job, facts: _job_change(VAL_LOSS, job, facts),
-        is_shown=lambda facts: facts.quality != VAL_LOSS,
+        job=lambda job, facts: _job_change(metric_names.VAL_LOSS, job, facts),
+        is_shown=lambda facts: facts.quality != metric_names.VAL_LOSS,
     ),
     Column(
         "difference",

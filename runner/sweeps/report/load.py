@@ -15,9 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core import RunResult, files, fmt, layout, secrets, terminal
-from runner.core.config.annotations import dataclass_fields_from_json
-from runner.core.run.result import Status
+from runner.core import RunResult, files, fmt, layout, run_result, secrets, terminal
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.advise_request import AdviseRequest
@@ -39,7 +37,7 @@ _CURVE_METRICS = (
     "loss_scale/changes",
     "loss_scale/overflow",
 )
-_STATUS_BY_RUN_STATUS: dict[str, Status] = {
+_STATUS_BY_RUN_STATUS: dict[str, run_result.Status] = {
     "FINISHED": "finished",
     "FAILED": "failed",
     "KILLED": "stopped",
@@ -130,7 +128,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     tolerance = Tolerance()
     for facts in stored:
         with suppress(ValueError):
-            tolerance = Tolerance(**dataclass_fields_from_json(Tolerance, facts.tolerance))
+            tolerance = Tolerance(**files.dataclass_fields_from_json(Tolerance, facts.tolerance))
     # A process that was killed stored no list: its jobs are known by their runs alone.
     listed_ids = {result.run_id for result in results}
     unlisted = [run for run in runs.values() if run.run_id not in listed_ids]
@@ -211,7 +209,7 @@ def _stored_lists(reader: "Reader", parent: "StoredRun") -> Iterator[JobFacts]:
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
             content = json.loads(reader.artifact_or_notice(parent.run_id, path) or b"{}")
-            yield JobFacts(**dataclass_fields_from_json(JobFacts, content))
+            yield JobFacts(**files.dataclass_fields_from_json(JobFacts, content))
 
 
 def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:

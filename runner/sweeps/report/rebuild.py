@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from runner.config.commands import REPORT
 from runner.config.overrides import path_exists
-from runner.core import ConfigError, files, secrets, terminal
+from runner.core import ConfigError, files, journals, secrets, terminal
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, load_from_store
 from runner.sweeps.report.pages import summary_markdown, write_report
@@ -21,7 +21,6 @@ from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, group_name
 from runner.tracking.dashboard import sweep_links
 from runner.tracking.locate import newest_sweeps
-from runner.tracking.mlflow import NOTE_TAG
 from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
 from runner.tracking.writer_process import upload_in_background
 
@@ -172,7 +171,7 @@ def store_report(
         reader.log_artifact(parent.run_id, path)
     record = data.answer.record
     links = sweep_links(parent.experiment_id, parent.run_id, data.sweep_id)
-    tags = {**record.tags, NOTE_TAG: summary_markdown(data, links)}
+    tags = {**record.tags, journals.NOTE_TAG: summary_markdown(data, links)}
     reader.log_answer(parent, record.metrics, tags, record.steps)
     return paths, data
 

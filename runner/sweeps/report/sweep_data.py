@@ -14,9 +14,7 @@ from typing import Any
 import yaml
 
 from runner.config.python_objects import given_keys
-from runner.core import ConfigError, RunResult, files, fmt, layout, secrets, terminal
-from runner.core.config.schema import leaves
-from runner.core.run.result import UNTRIED
+from runner.core import ConfigError, RunResult, files, fmt, layout, run_result, secrets, terminal
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.advice_page import advice_answer
 from runner.sweeps.report.conclusion import (
@@ -172,7 +170,7 @@ class SweepData:
         found = advice_answer(self.advice, self.gate) if self.advice else self._compared_answer()
         statuses = [result.status for result in self.results]
         failed = statuses.count("failed") + statuses.count("stopped")
-        is_untried = not set(UNTRIED).isdisjoint(statuses)
+        is_untried = not set(run_result.UNTRIED).isdisjoint(statuses)
         if self.accepts_untried and "finished" in statuses:
             is_untried = False
         if self.advice and not self.is_stopped:
@@ -419,7 +417,7 @@ def flat_config(text: str) -> dict[str, str]:
         content = files.check_values(yaml.load(text[: files.MAX_CONFIG_BYTES], yaml.BaseLoader))
     if not isinstance(content, dict):
         return {}
-    return {key: _value_text(value) for key, value in leaves(content)}
+    return {key: _value_text(value) for key, value in fmt.leaves(content)}
 
 
 def _value_text(value: object) -> str:

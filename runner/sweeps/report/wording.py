@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from runner.core import VAL_LOSS, RunResult, fmt
+from runner.core import RunResult, fmt, metric_names
 from runner.output.markup import Tone
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
@@ -206,7 +206,7 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         return f"a trial reached step {step} in {TIMEOUT_WORDS} {request.baseline}'s time"
     if test is None:
         # Any other metric than the loss is the quality of the trials.
-        spread = group.loss if request.metric == VAL_LOSS else group.quality
+        spread = group.loss if request.metric == metric_names.VAL_LOSS else group.quality
         if spread is None or verdict.name != request.baseline:
             return ""
         seeds = "one seed"

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.core import VAL_LOSS, files, layout
-from runner.core.config.annotations import dataclass_fields_from_json
+from runner.core import files, layout, metric_names
 from runner.sweeps.verdict.compare import BASELINE
 from runner.sweeps.verdict.statistics import Tolerance
 
@@ -69,7 +68,7 @@ class AdviseRequest:
     diagnoses: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy: float = 0.0
-    metric: str = VAL_LOSS
+    metric: str = metric_names.VAL_LOSS
     direction: Literal["max", "min"] = "min"
     mode: Literal["advise", "gate"] = "advise"
     baseline: str = BASELINE
@@ -85,7 +84,7 @@ class AdviseRequest:
     @property
     def noun(self) -> str:
         """Return what precisions are judged by, in words."""
-        return "loss" if self.metric == VAL_LOSS else self.metric
+        return "loss" if self.metric == metric_names.VAL_LOSS else self.metric
 
     @property
     def accepted(self) -> Tolerance:
@@ -120,7 +119,7 @@ class AdviseRequest:
             values: content of advise.json.
         """
         try:
-            return cls(**dataclass_fields_from_json(cls, values))
+            return cls(**files.dataclass_fields_from_json(cls, values))
         except ValueError:
             return None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Literal
 
-from runner.core import VAL_LOSS, RunResult, fmt
+from runner.core import RunResult, fmt, metric_names
 from runner.sweeps.other_programs import BUSY_SHARE
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
@@ -194,7 +194,7 @@ def _group(
         tuple(jobs),
         Counter(job.outcome for job in jobs),
         quality=Spread.of_values(job.quality_value for job in complete),
-        loss=Spread.of_values(job.metrics.get(VAL_LOSS) for job in complete),
+        loss=Spread.of_values(job.metrics.get(metric_names.VAL_LOSS) for job in complete),
         change=Spread.of_values(
             change_since_training(job.quality, job, sweep_results) for job in complete
         ),
@@ -399,7 +399,9 @@ def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
         others = base.get(job.seed, {})
         if value is not None and job.outcome == "finished":
             values.add(value)
-            has_same_loss = job.metrics.get(VAL_LOSS) == others.get(VAL_LOSS, math.nan)
+            has_same_loss = job.metrics.get(metric_names.VAL_LOSS) == others.get(
+                metric_names.VAL_LOSS, math.nan
+            )
             is_counted |= value == others.get(quality) and not has_same_loss
     # Without two values of the baseline, the smallest difference would be that of a bad precision.
     is_counted &= len({value for _, value in qualities_by_seed(baseline)}) > 1

@@ -28,8 +28,7 @@ from mlflow.tracking.context.registry import resolve_tags
 from mlflow.utils import validation
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-from runner.core import files, fmt, secrets
-from runner.core.record.metric_names import numbered
+from runner.core import files, fmt, metric_names, secrets
 from runner.tracking import dashboard
 from runner.tracking.uri import (
     RefusedError,
@@ -451,7 +450,7 @@ def metric_name(name: str) -> str:
 def distinct_names(values: Mapping[str, str]) -> dict[str, str]:
     """Return the values under legal names; names that become equal get a number."""
     # MLflow refuses a second value for a parameter that is set.
-    return dict(zip(numbered(map(legal_name, values)), values.values(), strict=True))
+    return dict(zip(metric_names.numbered(map(legal_name, values)), values.values(), strict=True))
 
 
 def truncate(text: str, limit: int) -> str:

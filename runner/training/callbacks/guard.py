@@ -6,13 +6,12 @@ no wait.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from runner.core import EvalRecord, Precision, RunCallback, RunHandle, RunSpec, StepRecord
-from runner.core.loop.records import Steps
+from runner.core import Precision, RunCallback, RunHandle, RunSpec, step_records
 
 MAX_STAGNANT_SHARE = 0.5
 """Share of unchanged parameter elements above which an evaluation warns: most of the update is
@@ -69,8 +68,8 @@ class Guard(RunCallback):
     spec: RunSpec
     precision: Precision
     warn: Callable[[str], None]
-    save_samples: Callable[[StepRecord, str], str]
-    explain: Callable[[StepRecord], str | None] = lambda _: None
+    save_samples: Callable[[step_records.StepRecord, str], str]
+    explain: Callable[[step_records.StepRecord], str | None] = lambda _: None
 
     def __post_init__(self) -> None:
         self.finding: Finding | None = None
@@ -90,7 +89,7 @@ class Guard(RunCallback):
         # A step that overflows is skipped, so that it leaves the weights as they were.
         return self.finding is None or self.finding.key in ("overflow", "scale_floor")
 
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         for record in records:
             for finding in self._findings(record):
                 self._act(finding, record)
@@ -98,7 +97,7 @@ class Guard(RunCallback):
                 if self.finding is not None:
                     return
 
-    def _findings(self, record: StepRecord) -> Iterator[Finding]:
+    def _findings(self, record: step_records.StepRecord) -> Iterator[Finding]:
         step = record.step
         loss = record.loss
         scale = record.loss_scale
@@ -144,7 +143,7 @@ class Guard(RunCallback):
         usual, first = median(recent), self._first_loss
         return loss > self.spec.guard.spike_factor * usual > 0 and loss >= (first + usual) / 2
 
-    def _act(self, finding: Finding, record: StepRecord) -> None:
+    def _act(self, finding: Finding, record: step_records.StepRecord) -> None:
         key = finding.key
         action = getattr(self.spec.guard, key)
         if action == "ignore" or (action == "warn" and key in self._warned_keys):
@@ -162,7 +161,7 @@ class Guard(RunCallback):
         else:
             self._warn_once(key, message)
 
-    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+    def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         share = record.stagnant_share
         if share is not None and share > MAX_STAGNANT_SHARE:
             self._warn_once(
@@ -211,7 +210,7 @@ class EarlyStopping(RunCallback):
         self._best = -math.inf
         self._worse = 0
 
-    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+    def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         value = self.sign * record.metrics[self.quality]
         # A NaN is never above the best, and as the second argument of max() it never becomes it.
         self._worse = 0 if value > self._best else self._worse + 1
@@ -232,7 +231,7 @@ class EarlyStopping(RunCallback):
 
 
 def guard_remedies(
-    spec: RunSpec, precision: Precision, key: str, record: StepRecord
+    spec: RunSpec, precision: Precision, key: str, record: step_records.StepRecord
 ) -> Iterator[str]:
     """Yield settings that may help against a finding, as they are typed on the command line.
 

@@ -1,7 +1,7 @@
 """Show the progress of a run: a bar on a terminal or in a notebook, and a row per evaluation."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
 from typing import Any
@@ -10,9 +10,7 @@ import rich.progress
 from rich.console import Console as RichConsole
 from rich.table import Column
 
-from runner.core import EvalRecord, RunCallback, RunHandle, StepRecord, fmt
-from runner.core.loop.records import Steps
-from runner.core.record.tracker import Console
+from runner.core import Console, RunCallback, RunHandle, fmt, step_records
 from runner.output.console import JobConsole
 from runner.output.notebook_log import NotebookLog
 
@@ -30,16 +28,16 @@ class ProgressLines(RunCallback):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._last: StepRecord | None = None
+        self._last: step_records.StepRecord | None = None
         self._header = ""
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins. The values of those before it may be on the device still."""
 
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         self._last = records[-1]
 
-    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+    def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         values = evaluation_values(record, self._last)
         widths = [max(len(name), _WIDTH if "/" in name else _SHORT_WIDTH) for name in values]
         # A terminal would wrap a longer row. The last columns matter least.
@@ -53,7 +51,9 @@ class ProgressLines(RunCallback):
         self.console.print(row, soft_wrap=True)
 
 
-def evaluation_values(record: EvalRecord, last: StepRecord | None) -> dict[str, str]:
+def evaluation_values(
+    record: step_records.EvalRecord, last: step_records.StepRecord | None
+) -> dict[str, str]:
     """Return the texts of a row about an evaluation, by the names of their columns.
 
     Args:
@@ -117,7 +117,7 @@ class ProgressBar(ProgressLines):
         if self._clock() - self._shown_at >= _UPDATE_SECONDS:
             self.show(step - 1)
 
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         super().on_steps(records, run)
         self.show(records[-1].step)
 

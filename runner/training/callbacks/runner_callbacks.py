@@ -5,7 +5,7 @@ end, so the state that is saved is the one after the block's last step.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +13,16 @@ from typing import Any, Literal
 from torch.profiler import profile
 
 from runner.core import (
-    EvalRecord,
     RunCallback,
     RunHandle,
-    StepRecord,
     Tracker,
     TrainState,
     accelerators,
+    journals,
+    metric_names,
+    step_records,
     tensor_facts,
 )
-from runner.core.loop.records import Steps, legal_names, tracker_values
-from runner.core.record.record_lines import MetricRecord
 
 
 class MetricLogger(RunCallback):
@@ -44,20 +43,20 @@ class MetricLogger(RunCallback):
         self.tracker = tracker
         self.state = state
         self.accelerator = accelerator
-        self._last: StepRecord | None = None
+        self._last: step_records.StepRecord | None = None
         self._has_logged_optimizer_memory = False
 
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         points = []
         for record in records:
             points += self._scale_changes(record)
-            points.append((record.step, record.time_ms, tracker_values(record)))
+            points.append((record.step, record.time_ms, record.tracker_values()))
             self._last = record
         points.append(self._block_values(records))
         self.tracker.log_metrics(points)
         self.tracker.check()
 
-    def _scale_changes(self, record: StepRecord) -> Iterator[MetricRecord]:
+    def _scale_changes(self, record: step_records.StepRecord) -> Iterator[journals.MetricRecord]:
         """Yield the loss scale where it changes, the value before and the value after."""
         # MLflow's charts draw a few hundred points per line: the scale of every step would hide a
         # short dip, and these few points show each one.
@@ -71,7 +70,7 @@ class MetricLogger(RunCallback):
             yield last.step, last.time_ms, {"loss_scale/changes": last.loss_scale}
             yield record.step, record.time_ms, {"loss_scale/changes": scale}
 
-    def _block_values(self, records: Steps) -> MetricRecord:
+    def _block_values(self, records: Sequence[step_records.StepRecord]) -> journals.MetricRecord:
         # A single step's time says little: the host launches a step, it does not wait for it.
         milliseconds = sum(record.step_ms for record in records)
         examples = sum(record.examples for record in records)
@@ -92,10 +91,10 @@ class MetricLogger(RunCallback):
         last = records[-1]
         # Gauges are named after modules.
         gauges = last.gauges or {}
-        values |= dict(zip(legal_names(gauges), gauges.values(), strict=True))
+        values |= dict(zip(metric_names.legal_names(gauges), gauges.values(), strict=True))
         return last.step, last.time_ms, values
 
-    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+    def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         values = dict(record.metrics)
         if record.stagnant_share is not None:
             values["guard/stagnant_share"] = record.stagnant_share
@@ -107,7 +106,7 @@ class MetricLogger(RunCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._last = None if state["last"] is None else StepRecord(**state["last"])
+            self._last = None if state["last"] is None else step_records.StepRecord(**state["last"])
             self._has_logged_optimizer_memory = state["sized"]
 
     def close(self) -> None:
@@ -158,7 +157,7 @@ class RunSummary(RunCallback):
     def __init__(self, quality: str, direction: str) -> None:
         self.quality = quality
         self.better = max if direction == "max" else min
-        self.last: StepRecord | None = None
+        self.last: step_records.StepRecord | None = None
         self.metrics: dict[str, float] = {}
         self.last_evaluation_step = 0
         self.best: float | None = None
@@ -172,7 +171,7 @@ class RunSummary(RunCallback):
         self._milliseconds = 0.0
         self._is_first_block_after_resume = False
 
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         self.last = records[-1]
         self._blocks += 1
         if self._blocks == 2:
@@ -198,7 +197,7 @@ class RunSummary(RunCallback):
             if scale is not None and (not self.scales or self.scales[-1][1] != scale):
                 self.scales.append((record.step, scale))
 
-    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+    def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         self.metrics = dict(record.metrics)
         self.last_evaluation_step = record.step
         self.stagnant_share = record.stagnant_share
@@ -216,7 +215,7 @@ class RunSummary(RunCallback):
         self._is_first_block_after_resume = True
         if not state:
             return
-        self.last = None if state["last"] is None else StepRecord(**state["last"])
+        self.last = None if state["last"] is None else step_records.StepRecord(**state["last"])
         for key, attribute in _STATE.items():
             setattr(self, attribute, state[key])
 
@@ -267,13 +266,13 @@ class Checkpointing(RunCallback):
     def __post_init__(self) -> None:
         self._best = -math.inf
 
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         step = records[-1].step
         # At a step with an evaluation the checkpoint waits for it, to hold its metrics.
         if self._is_due(step) and not self.is_evaluation_step(step):
             self.save(False)
 
-    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+    def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         is_best = False
         if self.quality is not None:
             sign = 1 if self.direction == "max" else -1
@@ -316,7 +315,7 @@ class Profiler(RunCallback):
         self._profile: profile | None = profile(acc_events=True)
         self._profile.start()
 
-    def on_steps(self, records: Steps, run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         if records[-1].step >= self.last_step:
             self.close()
 

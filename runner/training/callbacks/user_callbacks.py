@@ -14,22 +14,19 @@ from torch import Tensor
 
 from runner.core import (
     ConfigError,
-    EvalRecord,
     RunCallback,
     RunHandle,
     RunOutput,
-    StepRecord,
-    TrainingEnd,
     TrainState,
     errors,
+    fmt,
+    metric_names,
     random_streams,
     refuse,
+    step_records,
     stop_signals,
     targets,
 )
-from runner.core.config.annotations import typed_value
-from runner.core.config.instantiation import locate
-from runner.core.loop.callback import RESERVED_PREFIXES
 
 HOOKS = ("on_steps", "on_evaluation", "on_end")
 """Methods of a user's RunCallback that the run calls."""
@@ -46,19 +43,20 @@ def callback_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
     those of all targets."""
     for name, node in nodes.items():
         key = f"callbacks.{name}"
-        if not _NAME.fullmatch(str(name)) or name in RESERVED_PREFIXES:
+        if not _NAME.fullmatch(str(name)) or name in metric_names.RESERVED_PREFIXES:
+            reserved = ", ".join(metric_names.RESERVED_PREFIXES)
             yield (
                 f"{key}: {name} cannot name a callback, whose metrics it begins. Allowed: letters, "
-                f"digits and underscores, a letter first, but not {', '.join(RESERVED_PREFIXES)}."
+                f"digits and underscores, a letter first, but not {reserved}."
             )
         if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
             yield (
-                f"{key}={typed_value(node)} does not fit. Allowed: a node with _target_ and "
+                f"{key}={fmt.typed_value(node)} does not fit. Allowed: a node with _target_ and "
                 "keywords, under a name: type callbacks.<name>._target_=package.module.Name."
             )
             continue
         try:
-            target = locate(node["_target_"])
+            target = targets.locate(node["_target_"])
         except ConfigError:
             continue  # reported with those of all targets
         if isinstance(target, type):
@@ -190,13 +188,13 @@ class UserCallbacks(RunCallback):
         self._handles = {name: RunHandle(name, state, output) for name in callbacks}
         self._agreed_reason = ""
 
-    def on_steps(self, records: Sequence[StepRecord], run: RunHandle) -> None:
+    def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         self._call("on_steps", records[-1].step, records)
 
-    def on_evaluation(self, record: EvalRecord, run: RunHandle) -> None:
+    def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         self._call("on_evaluation", record.step, record)
 
-    def on_end(self, end: TrainingEnd, run: RunHandle) -> None:
+    def on_end(self, end: step_records.TrainingEnd, run: RunHandle) -> None:
         """Call the hooks on the end of the training; all processes must call it.
 
         Raises:

@@ -30,14 +30,13 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 
 from runner.core import (
     ConversionPlan,
-    PositionalInputs,
     Precision,
+    batch_layout,
     files,
     layout,
-    suppress_warnings,
     tensor_facts,
+    terminal,
 )
-from runner.core.policy.precision import NO_PLAN
 from runner.precision.layers.experts import Experts
 
 _TRACED_ROWS = 4
@@ -87,7 +86,7 @@ def export(
     example: Any,
     folder: Path,
     call: Forward = lambda model, inputs: model(inputs),
-    plan: ConversionPlan = NO_PLAN,
+    plan: ConversionPlan = ConversionPlan(),
 ) -> ExportedModel:
     """Write the model as the evaluation runs it, on the CPU, for any number of rows.
 
@@ -189,7 +188,7 @@ def _write_program(
     """
     device = next(iter(_named_tensors(example).values())).device
     # Fake tensors would log a traceback of what the export's error says.
-    silent = suppress_warnings(logging.ERROR)
+    silent = terminal.suppress_warnings(logging.ERROR)
     with _evaluation_mode(model, precision, device), silent:
         expected = evaluate(device, model, example)
         program = _trace(_ProgramForward(_on_cpu(model), evaluate, type(example)), example, lengths)
@@ -244,8 +243,8 @@ class _ProgramForward(nn.Module):
         inputs = arguments[0]
         if issubclass(self._kind, dict):
             inputs = self._kind(inputs)
-        elif self._kind is PositionalInputs:
-            inputs = PositionalInputs(arguments)
+        elif self._kind is batch_layout.PositionalInputs:
+            inputs = batch_layout.PositionalInputs(arguments)
         try:
             return self._evaluate(tensor_facts.CPU_DEVICE, self.model, inputs)
         except GuardOnDataDependentSymNode as error:
@@ -472,7 +471,7 @@ def _named_tensors(inputs: Any) -> dict[str, Tensor]:
     """
     if isinstance(inputs, dict):
         named = {str(name): value for name, value in inputs.items()}
-    elif type(inputs) is PositionalInputs:
+    elif type(inputs) is batch_layout.PositionalInputs:
         named = {f"input_{i}": value for i, value in enumerate(inputs)}
     else:
         named = {"inputs": inputs}

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from runner.core import Strategy, checkpoint_file, errors, files
-from runner.core.record import sharded_tensors
 
 TensorKey = tuple[str | int, ...]
 """Place of a tensor in the content: the keys and indices that lead to it."""
@@ -233,7 +232,7 @@ class ShardedCheckpointWriter:
             return
         _delete_drafts(self.folder)
         # Shards get their final name before the .pt file is written.
-        for shards in self.folder.glob(f"*{sharded_tensors.SHARDS_SUFFIX}"):
+        for shards in self.folder.glob(f"*{checkpoint_file.SHARDS_SUFFIX}"):
             if not shards.with_suffix(".pt").exists():
                 shutil.rmtree(shards)
 
@@ -284,11 +283,11 @@ class ShardedCheckpointWriter:
         shards = checkpoint_file.shards_folder(path)
         draft = shards.with_suffix(".partial")
         sharded = {}
-        content_without_shards = sharded_tensors.extract_shards(dict(content), sharded)
+        content_without_shards = checkpoint_file.extract_shards(dict(content), sharded)
         checksums = {}
         reason = None
         try:
-            checksums = sharded_tensors.write_shards(draft, sharded)
+            checksums = checkpoint_file.write_shards(draft, sharded)
         except OSError as error:
             # The error is raised later: the other processes wait in the calls below.
             reason = files.os_error_reason(error)

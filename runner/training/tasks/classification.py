@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core import ConfigError
-from runner.core.loop.task import IGNORED
+from runner.core import ConfigError, batch_layout
 from runner.training.tasks.tensor_task import (
     TensorTask,
     class_metrics,
@@ -122,7 +121,7 @@ class Binary(TensorTask):
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed binary cross entropy in nats, right answers, labels that count]."""
         logits, labels = self._logits(output, target)
-        right = ((logits > 0) == (labels > 0.5)) & (labels != IGNORED)
+        right = ((logits > 0) == (labels > 0.5)) & (labels != batch_layout.IGNORED_LABEL)
         losses = _binary_entropies(logits, labels).to(wide(logits))
         return stack(losses.sum(), right.sum(), count_labels(target))
 
@@ -132,7 +131,7 @@ class Binary(TensorTask):
     def check_target(self, target: Tensor) -> None:
         """Raise ConfigError where a label is neither in [0, 1] nor one that does not count."""
         # A loss of the user's own would take -100 for a label.
-        ignored = [] if self.training_loss else [IGNORED]
+        ignored = [] if self.training_loss else [batch_layout.IGNORED_LABEL]
         wrong = [v for v in target.unique().tolist() if not (0 <= v <= 1 or v in ignored)]
         if wrong:
             raise ConfigError(
@@ -144,10 +143,14 @@ class Binary(TensorTask):
     def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities and labels int64, [N] of those that count, or [B, ...] with -100."""
         logits, labels = self._logits(output, target)
-        answers = (labels > 0.5).long().masked_fill(labels == IGNORED, IGNORED)
+        answers = (
+            (labels > 0.5)
+            .long()
+            .masked_fill(labels == batch_layout.IGNORED_LABEL, batch_layout.IGNORED_LABEL)
+        )
         if labels.ndim > 1:
             return logits.sigmoid(), answers
-        counted = labels != IGNORED
+        counted = labels != batch_layout.IGNORED_LABEL
         return logits[counted].sigmoid(), answers[counted]
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
@@ -189,7 +192,7 @@ class Binary(TensorTask):
 def _binary_entropies(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the binary cross entropy of each label, 0 where it does not count."""
     losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    return losses.masked_fill(labels == IGNORED, 0)
+    return losses.masked_fill(labels == batch_layout.IGNORED_LABEL, 0)
 
 
 def _mean_binary_entropy(logits: Tensor, labels: Tensor) -> Tensor:

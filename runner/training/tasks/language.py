@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.core.loop.task import IGNORED
+from runner.core import batch_layout
 from runner.training.tasks.tensor_task import (
     TensorTask,
     class_metrics,
@@ -84,7 +84,7 @@ class CausalLM(Language):
         logits, tokens = super().aligned(output, target)
         # The labels are shifted: a slice of the logits would have to be copied, which are V times
         # as large.
-        return logits, F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+        return logits, F.pad(tokens[:, 1:], (0, 1), value=batch_layout.IGNORED_LABEL)
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
         """Return the mean cross entropy per token, in nats, or the loss that task.loss names.

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.core import ConfigError
-from runner.core.loop.task import IGNORED
+from runner.core import ConfigError, batch_layout
 from runner.training.tasks.tensor_task import (
     TensorTask,
     class_metrics,
@@ -45,7 +44,7 @@ class Segmentation(TensorTask):
         output: str | int | None = None,
         loss: Callable[..., Any] | None = None,
         aux_weight: float = 0.0,
-        ignore_index: int = IGNORED,
+        ignore_index: int = batch_layout.IGNORED_LABEL,
     ) -> None:
         super().__init__(inputs, target, output, loss)
         if not 0 <= aux_weight < float("inf"):
@@ -102,7 +101,7 @@ class Segmentation(TensorTask):
         sums = class_totals(logits, target)
         classes = logits.shape[1]
         cells = target.clamp(min=0) * classes + logits.argmax(1)
-        counted = (target != IGNORED).long()
+        counted = (target != batch_layout.IGNORED_LABEL).long()
         # Not bincount, which waits for the device to learn its result's size.
         counts = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
         confusion = counts.scatter_add_(0, cells.flatten(), counted.flatten()).view(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.core import ConfigError, Task, tensor_facts
-from runner.core.loop.task import IGNORED
+from runner.core import ConfigError, Task, batch_layout, tensor_facts
 
 _PACKAGE = "runner.training.tasks."
 
@@ -64,7 +63,7 @@ class TrainingLoss:
         weight = loss.weight
         # Into range: the forward says better than an index which weights are missing.
         inside = target.clamp(0, len(weight) - 1)
-        counted = weight[inside].masked_fill(target == IGNORED, 0)
+        counted = weight[inside].masked_fill(target == batch_layout.IGNORED_LABEL, 0)
         return counted.sum(dtype=tensor_facts.widest_float(target.device))
 
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -97,11 +96,12 @@ def _check(loss: object) -> None:
             f"task.loss.reduction={reduction}: the parts of a step are weighed as means over their "
             "labels. Type task.loss.reduction=mean, or leave it out."
         )
-    ignored = getattr(loss, "ignore_index", IGNORED)
-    if ignored != IGNORED:
+    ignored = getattr(loss, "ignore_index", batch_layout.IGNORED_LABEL)
+    if ignored != batch_layout.IGNORED_LABEL:
         raise ConfigError(
             f"task.loss.ignore_index={ignored}: with task=segmentation type task.ignore_index="
-            f"{ignored} in its place. Other tasks leave {IGNORED} out: have the data set yield it."
+            f"{ignored} in its place. Other tasks leave {batch_layout.IGNORED_LABEL} out: have the "
+            "data set yield it."
         )
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise ConfigError(
@@ -291,7 +291,7 @@ def part_of(output: Any, field: str | int) -> Any:
 
 def count_labels(target: Tensor) -> Tensor:
     """Return how many of the labels torch's cross entropy averages over: int64 []."""
-    return (target != IGNORED).sum()
+    return (target != batch_layout.IGNORED_LABEL).sum()
 
 
 def counted_positions(predictions: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,14 +303,14 @@ def counted_positions(predictions: Tensor, target: Tensor) -> tuple[Tensor, Tens
         predictions: [..., C].
         target: integers [...] of the same shape without C.
     """
-    counted = (target != IGNORED).flatten()
+    counted = (target != batch_layout.IGNORED_LABEL).flatten()
     return predictions.flatten(0, -2)[counted], target.flatten()[counted]
 
 
 def labels_out_of_range(target: Tensor, classes: int) -> Tensor:
     """Return bool [B], which examples of integers [B, ...] have one that is no class."""
     # IGNORED is below 0 and no error: cross entropy leaves it out.
-    wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
+    wrong = ((target < 0) & (target != batch_layout.IGNORED_LABEL)) | (target >= classes)
     return wrong.reshape(len(target), -1).any(1)
 
 

@@ -12,11 +12,11 @@ import torch
 from forked_process import run_forked
 from waiting import SECONDS
 
-from runner.core.base import tpu
+from runner.core import accelerators
 from runner.core.base.accelerators import Accelerator, available_kinds, choose_accelerator
 from runner.core.base.errors import ConfigError, Unavailable
 from runner.core.base.tensor_facts import widest_float
-from runner.core.policy.loss_scale import NoLossScale
+from runner.core.policy.loss_scale import LossScale
 from runner.precision import registry
 
 TPU = SimpleNamespace(type="tpu", index=0)
@@ -83,7 +83,7 @@ def test_bf16_takes_the_place_of_float16_only_where_that_is_allowed():
         substitute = allowed.substitute(TPU)
     substitute.require(TPU)
     assert (substitute.name, substitute.compute) == ("bf16-mixed", torch.bfloat16)
-    assert isinstance(substitute.scale(TPU), NoLossScale)
+    assert type(substitute.scale(TPU)) is LossScale
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("mps")])
@@ -102,9 +102,9 @@ def test_allow_substitute_is_yes_or_no():
 
 
 def test_the_device_of_a_tpu():
-    assert tpu.is_tpu(TPU)
+    assert accelerators.is_tpu(TPU)
     assert Accelerator(TPU).kind == "tpu"
-    assert not tpu.is_tpu(torch.device("cpu"))
+    assert not accelerators.is_tpu(torch.device("cpu"))
     assert widest_float(TPU) is torch.float32
     assert widest_float(torch.device("cpu")) is torch.float64
 

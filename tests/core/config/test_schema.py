@@ -4,8 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.config.resolve import resolve_spec
+from runner.core import Room
 from runner.core.config.invocation import Invocation
-from runner.core.config.room import sections
 from runner.core.config.schema import RunSpec
 
 COUNTS = (
@@ -21,7 +21,7 @@ def changed(values):
     spec = RunSpec()
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        kind = sections().get(section or name)
+        kind = Room.all_sections().get(section or name)
         if kind is not None:
             spec = spec.with_value(section or name, kind(**{name: value}) if section else value)
         elif section:

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.batches import BatchLayout, KeywordInputs, PositionalInputs
+from runner.core.loop.batch_layout import BatchLayout, KeywordInputs, PositionalInputs
 from runner.core.loop.model_call import call_model, describe_call
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision.casting import cast_nest

@@ -11,10 +11,13 @@ from states import CPU, decaying_sgd, make_state
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from runner.core import TrainSpec
 from runner.core.base.random_streams import seed_all
 from runner.core.base.stop_signals import Stopped
-from runner.core.config.schema import TrainSpec
-from runner.core.loop.loop import (
+from runner.core.loop.step import train_step
+from runner.core.loop.step_records import EvalRecord, HostTransfer
+from runner.core.loop.train_state import ScheduledOptimizer
+from runner.core.loop.training_loop import (
     LoopHooks,
     Stagnation,
     accumulation_batches,
@@ -22,9 +25,6 @@ from runner.core.loop.loop import (
     fit,
     total_steps,
 )
-from runner.core.loop.records import EvalRecord, HostTransfer
-from runner.core.loop.state import ScheduledOptimizer
-from runner.core.loop.step import train_step
 from runner.data.loader import Loader
 from runner.precision import registry
 from runner.training.tasks.classification import Classification
@@ -194,7 +194,7 @@ def test_each_step_runs_in_the_context_of_its_number():
 
 
 def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
-    from runner.core.loop import loop, records
+    from runner.core import step_records, training_loop
     from runner.core.loop import step as step_module
 
     now = [0.0]
@@ -207,17 +207,17 @@ def test_time_spent_in_an_evaluation_is_no_steps_time(monkeypatch):
         now[0] += 100.0
         return {}
 
-    monkeypatch.setattr(loop, "perf_counter", clock)
-    monkeypatch.setattr(records, "perf_counter", clock)
+    monkeypatch.setattr(training_loop, "perf_counter", clock)
+    monkeypatch.setattr(step_records, "perf_counter", clock)
     monkeypatch.setattr(step_module, "perf_counter", clock)
-    monkeypatch.setattr(loop, "evaluate_sets", slow)
+    monkeypatch.setattr(training_loop, "evaluate_sets", slow)
     assert all(s.step_ms < 100 for s in steps(run(epochs=3)[0]))
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["blocks at once", "blocks later"])
 def test_skipped_steps_are_counted_through_the_run(monkeypatch, is_late):
     if is_late:
-        monkeypatch.setattr("runner.core.loop.records.HostTransfer.is_ready", False)
+        monkeypatch.setattr("runner.core.loop.step_records.HostTransfer.is_ready", False)
     state = small_state("16-mixed", loss_scale={"init_scale": 2.0**24, "growth_interval": 3})
     records, _ = run(state, max_steps=24, log_every=5)
     found = steps(records)
@@ -429,7 +429,7 @@ def test_a_block_is_yielded_once_the_next_one_is_sent(monkeypatch):
     """As on a device that computes while the host continues; evaluations and the end wait."""
     _, wanted = run(max_steps=9, log_every=2, eval_every=5)
     exact = steps(run(max_steps=9, log_every=2, eval_every=5)[0])
-    monkeypatch.setattr("runner.core.loop.records.HostTransfer.is_ready", False)
+    monkeypatch.setattr("runner.core.loop.step_records.HostTransfer.is_ready", False)
     seen = []
     state = small_state("16-mixed")
     spec = TrainSpec(max_steps=9, log_every=2, eval_every=5)
@@ -453,7 +453,7 @@ class Late(HostTransfer):
 
 
 def test_waiting_for_the_device_is_a_part_of_the_steps(monkeypatch):
-    monkeypatch.setattr("runner.core.loop.records.HostTransfer", Late)
+    monkeypatch.setattr("runner.core.loop.step_records.HostTransfer", Late)
     started = perf_counter()
     records, _ = run(max_steps=4, log_every=2, eval_every=2)
     seconds = perf_counter() - started
@@ -475,7 +475,7 @@ class BreaksAt(nn.Module):
 
 @pytest.mark.parametrize("call", [2, 5, 6])
 def test_what_was_computed_before_an_exception_is_recorded(call, monkeypatch):
-    monkeypatch.setattr("runner.core.loop.records.HostTransfer.is_ready", False)
+    monkeypatch.setattr("runner.core.loop.step_records.HostTransfer.is_ready", False)
     state, seen = small_state(), []
     state.model = nn.Sequential(state.model, BreaksAt(call))
     records = fit(state, loader(40), loader(5), TrainSpec(max_steps=9, log_every=2))

@@ -9,14 +9,8 @@ from torch.nn import functional as F
 
 from runner.core.base.accelerators import Accelerator
 from runner.core.base.errors import ConfigError
-from runner.core.loop.records import (
-    STEP_METRICS,
-    HostTransfer,
-    RecordBuffer,
-    StepMetric,
-    tracker_values,
-)
 from runner.core.loop.step import loss_of, train_step
+from runner.core.loop.step_records import STEP_METRICS, HostTransfer, RecordBuffer, StepMetric
 from runner.core.record.metric_names import METRICS
 from runner.core.record.tracker import NoTracker
 from runner.modes.task_checks import checked_losses
@@ -85,7 +79,7 @@ def test_steps_may_differ_in_their_numbers_of_gradients():
 
 def test_gauges_are_those_of_the_blocks_last_step(monkeypatch):
     """Also where the block arrives later."""
-    monkeypatch.setattr("runner.core.loop.records.HostTransfer.is_ready", False)
+    monkeypatch.setattr("runner.core.loop.step_records.HostTransfer.is_ready", False)
     state = small_state("32-true")
     monkeypatch.setattr(
         type(state.precision),
@@ -125,7 +119,7 @@ def test_a_metric_is_added_by_one_entry_of_the_table(monkeypatch, name):
         metric="train/largest_weight",
         measure=lambda state: state.model[0].weight.abs().max(),
     )
-    monkeypatch.setattr("runner.core.loop.records.STEP_METRICS", (*STEP_METRICS, largest))
+    monkeypatch.setattr("runner.core.loop.step_records.STEP_METRICS", (*STEP_METRICS, largest))
     wanted, buffer = {}, RecordBuffer(state)
     for seed in range(4):
         buffer.add(train_step(state, [regression_batch(4, seed)]))
@@ -168,7 +162,7 @@ def recorded(micros, task, steps=1):
     buffer = RecordBuffer(state)
     for _ in range(steps):
         buffer.add(train_step(state, micros))
-    return [tracker_values(record) for block in buffer.flush() for record in block]
+    return [record.tracker_values() for block in buffer.flush() for record in block]
 
 
 def test_every_step_records_them_beside_the_same_loss():

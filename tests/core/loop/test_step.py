@@ -16,14 +16,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.core import TrainSpec, batch_layout
 from runner.core.base.errors import ConfigError
-from runner.core.config.schema import RunSpec, TrainSpec
-from runner.core.loop.state import ScheduledOptimizer, TrainState
-from runner.core.loop.step import examples_in, grad_norms, loss_of, train_step
+from runner.core.config.schema import RunSpec
+from runner.core.loop.step import grad_norms, loss_of, train_step
 from runner.core.loop.task import Task
-from runner.core.policy.loss_scale import DynamicLossScale
-from runner.core.run.context import TrainingSetup
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
+from runner.core.run.run_context import TrainingSetup
 from runner.precision import registry
+from runner.precision.dynamic_loss_scale import DynamicLossScale
 from runner.training.own_state import own_hooks
 from runner.training.setup import build_scheduled_optimizers, build_state
 from runner.training.tasks.regression import Regression
@@ -416,7 +417,7 @@ def test_a_read_would_be_seen():
     ],
 )
 def test_examples_in_a_batch(batch, count):
-    assert examples_in(batch) == count
+    assert batch_layout.examples_in(batch) == count
 
 
 class Nested(Task):

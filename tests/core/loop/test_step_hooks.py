@@ -6,8 +6,8 @@ import pytest
 import torch
 from states import make_state, regression_batch, regression_net
 
-from runner.core.loop.state import ScheduledOptimizer, StepHook
 from runner.core.loop.step import train_step
+from runner.core.loop.train_state import ScheduledOptimizer, StepHook
 from runner.modes.task_checks import checked_losses
 from runner.training.tasks.regression import Regression
 

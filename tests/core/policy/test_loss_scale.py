@@ -5,16 +5,11 @@ import torch
 from states import CPU, OPTIMIZERS, are_equal
 from torch import nn
 
+from runner.core import tensor_facts
 from runner.core.base.errors import ConfigError
-from runner.core.policy import loss_scale as scale_module
-from runner.core.policy.loss_scale import (
-    DynamicLossScale,
-    HostFlag,
-    NoLossScale,
-    check_loss_scale,
-    gradient_hooks,
-    watch_gradient_calls,
-)
+from runner.core.policy.loss_scale import LossScale
+from runner.precision.dynamic_loss_scale import DynamicLossScale, check_loss_scale
+from runner.precision.gradient_hooks import gradient_hooks, watch_gradient_calls
 
 SETTINGS = [
     {"init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3},
@@ -143,13 +138,13 @@ def test_resuming_under_another_precision_says_so():
     with pytest.raises(ConfigError, match="holds no loss scale"):
         DynamicLossScale(CPU).load_state_dict({})
     with pytest.raises(ConfigError, match="Load it with precision=16-mixed"):
-        NoLossScale().load_state_dict(DynamicLossScale(CPU).state_dict())
-    NoLossScale().load_state_dict(NoLossScale().state_dict())
+        LossScale().load_state_dict(DynamicLossScale(CPU).state_dict())
+    LossScale().load_state_dict(LossScale().state_dict())
 
 
 def test_no_scale_does_nothing():
     parameters = seeded_parameters()
-    optimizer, scale = OPTIMIZERS["sgd"](parameters), NoLossScale()
+    optimizer, scale = OPTIMIZERS["sgd"](parameters), LossScale()
     set_gradients(parameters, 1.0, 1, overflow=False)
     before = [p.grad.clone() for p in parameters]
     loss = torch.tensor(2.0)
@@ -184,8 +179,8 @@ class OnDevice(DynamicLossScale):
 def test_a_fused_kernel_skips_on_the_device(kind, first, monkeypatch):
     """torch's fused SGD leaves its momentum unfilled where the very first step is skipped."""
     reads = []
-    flag = HostFlag
-    monkeypatch.setattr(scale_module, "HostFlag", lambda f: reads.append(1) or flag(f))
+    flag = tensor_facts.HostFlag
+    monkeypatch.setattr(tensor_facts, "HostFlag", lambda f: reads.append(1) or flag(f))
     ours, theirs = seeded_parameters(), seeded_parameters()
     optimizers = OPTIMIZERS[kind](ours), OPTIMIZERS[kind](theirs)
     torch.full((3, 2), 7.0)  # memory that an unfilled buffer would take
@@ -224,7 +219,7 @@ def test_the_fused_flags_are_removed_after_an_exception():
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
 def test_a_host_flag_has_the_value_of_the_devices(flag):
-    assert HostFlag(torch.tensor(flag)).is_set is bool(flag)
+    assert tensor_facts.HostFlag(torch.tensor(flag)).is_set is bool(flag)
 
 
 BAD = {

@@ -8,7 +8,7 @@ from torch import nn
 
 from runner.core.base.errors import ConfigError
 from runner.core.config.schema import RunSpec
-from runner.core.loop.state import ScheduledOptimizer, TrainState
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.precision.registry import load_precision

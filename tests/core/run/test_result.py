@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from runner.core.base.fmt import format_number
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.output.console import plain_console
 from runner.tracking.result_table import page_lines, print_result, read_results
 

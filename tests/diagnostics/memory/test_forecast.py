@@ -11,7 +11,7 @@ from states import CPU
 from bench.memory_plan import measure_peak as measured
 from runner.core.base.tensor_facts import stored_bytes
 from runner.core.config.targets import build_group
-from runner.core.run.context import TrainingSetup
+from runner.core.run.run_context import TrainingSetup
 from runner.diagnostics.memory import forecast as forecasts
 from runner.diagnostics.memory.forecast import (
     MAX_FORECAST_BATCH_SIZE,

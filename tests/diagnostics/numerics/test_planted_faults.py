@@ -10,7 +10,6 @@ from states import CPU, make_state, measure_step
 from torch import nn
 from torch.nn import functional as F
 
-from runner.core.policy.loss_scale import DynamicLossScale
 from runner.diagnostics.numerics.measure import (
     MAX_SAMPLE_ELEMENTS,
     SampledTensor,
@@ -24,6 +23,7 @@ from runner.diagnostics.numerics.numerics_page import (
     numerics_summary,
 )
 from runner.diagnostics.numerics.results import Numerics, loss_scales, suitable_range
+from runner.precision.dynamic_loss_scale import DynamicLossScale
 from runner.precision.emulation.formats import FLOAT16, round_to_format
 from runner.training.tasks.language import Language
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from runner.core.loop.step import train_step
-from runner.core.policy.loss_scale import DynamicLossScale
 from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import KINDS
+from runner.precision.dynamic_loss_scale import DynamicLossScale
 
 
 def state_of(model, name="32-true", lr=0.1, scale=None, kind=torch.optim.SGD):

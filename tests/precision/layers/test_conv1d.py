@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from runner.core.config.schema import RunSpec
-from runner.core.loop.state import TrainState
 from runner.core.loop.step import loss_of, train_step
+from runner.core.loop.train_state import TrainState
 from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.training.adapters import Lora

@@ -11,7 +11,7 @@ from precision_models import CPU, load_precision, skip_reasons, values_of_many_m
 from torch import nn
 from torch.nn import functional as F
 
-from runner.core.base.library_warnings import suppress_warnings
+from runner.core.base.terminal import suppress_warnings
 from runner.precision.emulation.formats import E4M3, BlockQuantizer, exponent_scale
 
 with suppress_warnings():

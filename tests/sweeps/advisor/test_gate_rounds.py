@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.core.base.errors import ConfigError
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.advisor.schedule import run_gate_rounds
 from runner.sweeps.verdict.advise_request import AdviseRequest
 

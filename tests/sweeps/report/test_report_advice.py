@@ -7,7 +7,7 @@ import pytest
 from job_results import CPU, finished
 
 from runner.core.record.metric_names import VAL_LOSS
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.output.markup import to_markdown
 from runner.sweeps.report.advice_page import advice_answer, advice_blocks
 from runner.sweeps.report.charts import chart_figures

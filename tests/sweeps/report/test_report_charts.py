@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from job_results import finished
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.output.plots import plain_label, svg_element
 from runner.sweeps.report.charts import (
     ENVELOPE_BUCKETS,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from job_results import finished, lost
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.output.console import plain_console
 from runner.sweeps.report.columns import COLUMNS, sweep_table
 

@@ -7,7 +7,7 @@ import pytest
 from job_results import CPU, GPU, finished, lost
 from scipy import stats
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
 from runner.sweeps.report.pages import summary_markdown
 from runner.sweeps.report.settings_grid import best_group

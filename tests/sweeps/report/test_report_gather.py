@@ -14,7 +14,7 @@ from quiet_mlflow import MlflowClient
 from runner.core.base.errors import ConfigError, TrackingError
 from runner.core.base.layout import HISTORY
 from runner.core.record.tracker import RunInfo
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.report import load
 from runner.sweeps.report.load import (
     load_from_folder,

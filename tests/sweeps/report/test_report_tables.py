@@ -11,7 +11,7 @@ import pytest
 from job_results import finished, lost
 from run_folders import read_json
 
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.report.pages import write_report, write_rows
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines

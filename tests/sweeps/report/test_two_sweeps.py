@@ -9,7 +9,7 @@ from job_results import CPU, finished
 from run_folders import read_json
 
 from runner.core.base.errors import ConfigError
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 from runner.sweeps.report.charts import group_styles
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.pages import write_report

@@ -1,6 +1,6 @@
 import pytest
 
-from runner.core.loop.records import EvalRecord, StepRecord
+from runner.core.loop.step_records import EvalRecord, StepRecord
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import pytest
 
-from runner.core.loop.records import EvalRecord
+from runner.core.loop.step_records import EvalRecord
 from runner.training.callbacks.runner_callbacks import Checkpointing
 
 

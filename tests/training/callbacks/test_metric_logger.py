@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from runner.core.base.accelerators import Accelerator
-from runner.core.loop.callback import dispatch
 from runner.core.record.tracker import NoTracker
 from runner.precision import registry
 from runner.training.callbacks.runner_callbacks import MetricLogger
@@ -118,8 +117,8 @@ def test_the_optimizers_memory_waits_for_a_step_that_is_applied(notebook, record
 
 
 def test_an_evaluation(notebook, recorder, evaluation):
-    dispatch([recorder], evaluation(5, loss=0.5, accuracy=0.9), None)
-    dispatch([recorder], evaluation(9, stagnant=0.25, loss=math.inf), None)
+    recorder.dispatch(evaluation(5, loss=0.5, accuracy=0.9), None)
+    recorder.dispatch(evaluation(9, stagnant=0.25, loss=math.inf), None)
     assert notebook.of("val/loss") == [(5, 0.5), (9, math.inf)]
     assert notebook.of("val/accuracy") == [(5, 0.9)]
     assert notebook.of("guard/stagnant_share") == [(9, 0.25)]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from runner.core.loop.records import EvalRecord, StepRecord
+from runner.core.loop.step_records import EvalRecord, StepRecord
 from runner.core.record import checkpoint_file
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.modes.training_callbacks import TrainingCallbacks

@@ -57,7 +57,7 @@ def built(compose, *overrides):
 
 
 def evaluated(model, precision, inputs):
-    """Return the outputs that runner.core.loop.loop.evaluate gives to the task."""
+    """Return the outputs that runner.core.loop.training_loop.evaluate gives to the task."""
     model.eval()
     with torch.no_grad(), precision.forward(CPU):
         return model(precision.cast(inputs)).to(precision.loss_dtype)

@@ -10,7 +10,7 @@ from tiny_configs import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
-from runner.core.loop.batches import KeywordInputs, PositionalInputs
+from runner.core.loop.batch_layout import KeywordInputs, PositionalInputs
 from runner.core.loop.model_call import call_model
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 from runner.core.base import torchrun
 from runner.core.base.errors import ConfigError, Unavailable
 from runner.core.base.torchrun import ProcessRank, command_of_rank, process_rank
-from runner.core.loop.state import ScheduledOptimizer, TrainState
 from runner.core.loop.step import train_step
+from runner.core.loop.train_state import ScheduledOptimizer, TrainState
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.precision.registry import load_precision
 from runner.training.strategies.ddp import DDP

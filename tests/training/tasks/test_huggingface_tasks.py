@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.batches import KeywordInputs
+from runner.core.loop.batch_layout import KeywordInputs
 from runner.core.loop.step import train_step
 from runner.training.tasks.huggingface import TASKS, task_for
 from runner.training.tasks.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification

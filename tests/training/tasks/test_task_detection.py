@@ -6,7 +6,7 @@ from states import CPU
 from torch import nn
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.loop import evaluation_mode
+from runner.core.loop.training_loop import evaluation_mode
 from runner.training.tasks.detection import Detection
 from runner.training.tasks.regression import Regression
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.core.base.errors import ConfigError
-from runner.core.loop.loop import evaluation_mode
 from runner.core.loop.step import train_step
+from runner.core.loop.training_loop import evaluation_mode
 from runner.data.task_target import build_task
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import CausalLM

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from runner.core.base.tensor_facts import HostFlag
 from runner.core.loop.model_call import call_model, plain_module
 from runner.core.loop.strategy import Single, Strategy
 from runner.core.loop.task import Task
-from runner.core.policy.loss_scale import HostFlag, LossScale
-from runner.core.policy.precision import NO_PLAN, ConversionPlan, Precision
+from runner.core.policy.loss_scale import LossScale
+from runner.core.policy.precision import ConversionPlan, Precision
 
 EvaluationCall = Callable[[str, Mapping[str, float], tuple[Any, Any]], Mapping[str, float]]
 """Takes the label of a set, its metrics and its first batch, and returns further metrics."""
@@ -288,7 +289,7 @@ class TrainState:
     widened: Collection[Tensor] = ()
     loss_weights: dict[str, float] = field(default_factory=dict)
     hooks: StepHooks = field(default_factory=StepHooks)
-    plan: ConversionPlan = NO_PLAN
+    plan: ConversionPlan = ConversionPlan()
 
     def cast_at_each_use(self) -> None:
         """Have autocast cast weights at each use: the forward changes some between two uses."""

@@ -23,7 +23,6 @@ device and must not read it (`item()`, `float()`, `if tensor:`): reading makes t
 device in every step.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,9 @@ from torch import Tensor
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.tensor_facts import widest_float
-from runner.core.loop.state import TrainState
 from runner.core.loop.strategy import Single, Strategy
-from runner.core.record.metric_names import numbered
+from runner.core.loop.train_state import TrainState
+from runner.core.record.metric_names import FORBIDDEN_CHARACTERS, legal_names
 
 
 class DeviceStepRecord(NamedTuple):
@@ -115,6 +114,21 @@ class StepRecord(NamedTuple):
         left_out = ("gauges", "measured", "rates")
         return {name: value for name, value in self._asdict().items() if name not in left_out}
 
+    def tracker_values(self) -> dict[str, float]:
+        """Return what the tracker logs of the step, by metric name."""
+        measured = self.measured or {}
+        values = {}
+        for entry in STEP_METRICS:
+            value = getattr(self, entry.field, measured.get(entry.field))
+            if value is not None:
+                values[entry.metric] = value
+        values |= {name: value for name, value in measured.items() if name.startswith(TERM_PREFIX)}
+        # Names of groups may hold patterns, and MLflow refuses their characters.
+        rates = self.rates or {}
+        for name, rate in zip(legal_names(rates), rates.values(), strict=True):
+            values[f"lr/{name}"] = rate
+        return values
+
 
 class EvalRecord(NamedTuple):
     """One evaluation after a step.
@@ -135,19 +149,23 @@ class EvalRecord(NamedTuple):
     stagnant_share: float | None = None
 
 
-Steps = Sequence[StepRecord]
-"""A block of step records that have reached the host, in order."""
-Record = Steps | EvalRecord
+class TrainingEnd(NamedTuple):
+    """How a training ended.
 
+    Attributes:
+        step: attempted steps.
+        planned_steps: steps that the config asks for.
+        metrics: of the last evaluation, by their names in the tracker.
+        best: best value of the metric that runs are compared by; None without an evaluation.
+        reason: why it ended before the planned steps: the reason that a callback gave, or the key
+            that ended it; empty where it did not.
+    """
 
-FORBIDDEN_CHARACTERS = re.compile(r"[^\w\-. :/]")
-"""Characters that MLflow refuses in the name of a metric."""
-
-
-def legal_names(names: Iterable[str]) -> list[str]:
-    """Return names with an underscore for each forbidden character; names that become equal, as
-    h.* and h.? do, get a number."""
-    return numbered(FORBIDDEN_CHARACTERS.sub("_", name) for name in names)
+    step: int
+    planned_steps: int
+    metrics: Mapping[str, float]
+    best: float | None
+    reason: str
 
 
 def stack_values(values: Sequence[Tensor], strategy: Strategy) -> Tensor:
@@ -263,22 +281,6 @@ def device_columns(steps: Sequence[DeviceStepRecord], strategy: Strategy) -> dic
     return {field: column.to(wide) for field, column in columns.items()}
 
 
-def tracker_values(record: StepRecord) -> dict[str, float]:
-    """Return what the tracker logs of a step, by metric name."""
-    measured = record.measured or {}
-    values = {}
-    for entry in STEP_METRICS:
-        value = getattr(record, entry.field, measured.get(entry.field))
-        if value is not None:
-            values[entry.metric] = value
-    values |= {name: value for name, value in measured.items() if name.startswith(TERM_PREFIX)}
-    # Names of groups may hold patterns, and MLflow refuses their characters.
-    rates = record.rates or {}
-    for name, rate in zip(legal_names(rates), rates.values(), strict=True):
-        values[f"lr/{name}"] = rate
-    return values
-
-
 class RecordBuffer:
     """The steps that have not reached the host: those of the current block, and the blocks sent.
 
@@ -342,7 +344,7 @@ class RecordBuffer:
         self._block_start = self._current[-1].ended_at
         self._current = []
 
-    def ready_records(self) -> Iterator[Steps]:
+    def ready_records(self) -> Iterator[Sequence[StepRecord]]:
         """Yield the blocks that can be read without a long wait, in order.
 
         These are the blocks that have arrived, and all but the last one sent.
@@ -352,7 +354,7 @@ class RecordBuffer:
         while len(self._sent) > 1 or (self._sent and self._sent[0].is_ready):
             yield self._next()
 
-    def flush(self) -> Iterator[Steps]:
+    def flush(self) -> Iterator[Sequence[StepRecord]]:
         """Send the current block, wait for all blocks and yield them, in order.
 
         The last step then lasts until the device has finished it.
@@ -365,7 +367,7 @@ class RecordBuffer:
         while self._sent:
             yield self._next()
 
-    def _next(self) -> Steps:
+    def _next(self) -> Sequence[StepRecord]:
         block = self._sent.popleft().records(self.state.skipped)
         # None for a precision without a loss scale, which skips no step.
         self.state.skipped = block[-1].skipped_steps or 0
@@ -422,7 +424,7 @@ class HostTransfer:
         self.pending[-1] = self.pending[-1]._replace(ended_at=perf_counter())
         return self.pending[-1].ended_at
 
-    def records(self, skipped: int) -> Steps:
+    def records(self, skipped: int) -> Sequence[StepRecord]:
         """Wait for the block and return its records.
 
         Args:

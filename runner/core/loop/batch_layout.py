@@ -17,6 +17,7 @@ from torch.utils._pytree import (
     _dict_flatten_with_keys,
     _list_flatten_with_keys,
     register_pytree_node,
+    tree_leaves,
 )
 
 from runner.core.base.errors import ConfigError
@@ -231,3 +232,21 @@ def batch_seed(seed: int, epoch: int, number: int, use: int = 0) -> int:
         use: what is drawn, or which process draws it.
     """
     return (epoch_seed(seed, epoch, use) * _SEED_STRIDE + number) % 2**63
+
+
+def examples_in(batch: Batch) -> int:
+    """Return the examples of a batch: the first dimension of its target, or else of its inputs.
+
+    A target that is a list has one member for each example. A batch that holds a tensor in neither
+    place counts as one example.
+    """
+    inputs, target = batch
+    if isinstance(target, list):
+        return len(target)
+    counted = target
+    if not isinstance(counted, Tensor):
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        counted = tensors[0] if tensors else None
+    if counted is None or counted.ndim == 0:
+        return 1
+    return counted.shape[0]  # len() of a tensor costs 3 µs more, in every step

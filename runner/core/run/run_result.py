@@ -6,11 +6,13 @@ from dataclasses import MISSING, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from runner.core.base.files import read_json, write_json
+from runner.core.base.files import dataclass_fields_from_json, read_json, write_json
 from runner.core.base.fmt import format_part, now_ms
 from runner.core.base.layout import RESULT
-from runner.core.config.annotations import dataclass_fields_from_json
+from runner.core.policy.conversion_report import ConversionReport
+from runner.core.record import journals
 from runner.core.record.metric_names import VAL_LOSS
+from runner.core.record.tracker import RunInfo
 
 if TYPE_CHECKING:
     from runner.core.record.tracker import Tracker
@@ -254,3 +256,24 @@ class RunResult:
             ValueError: the content is no result of a run.
         """
         return cls(**dataclass_fields_from_json(cls, values))
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """The facts that the page of a run shows beside its metrics.
+
+    Attributes:
+        command: the command line or the call of the Python API that repeats the run.
+        resumed: what the store was given of a run that is resumed; None for one that starts.
+        status: of a run that has ended; None while it runs.
+        error: why it failed or was stopped.
+        result: of a run that finished.
+        report: its conversion, as proven.
+    """
+
+    command: str
+    resumed: RunInfo | None = None
+    status: journals.Status | None = None
+    error: str = ""
+    result: RunResult | None = None
+    report: ConversionReport | None = None

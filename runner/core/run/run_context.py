@@ -12,7 +12,7 @@ from runner.core.base.accelerators import Accelerator
 from runner.core.base.stop_signals import StopSignals
 from runner.core.base.torchrun import ProcessRank
 from runner.core.config.invocation import Invocation
-from runner.core.config.room import Mode, mode_named
+from runner.core.config.room import Mode
 from runner.core.config.schema import RunSpec
 from runner.core.loop.callback import RunCallback
 from runner.core.loop.strategy import Single, Strategy
@@ -21,7 +21,7 @@ from runner.core.policy.conversion_report import ConversionReport
 from runner.core.policy.precision import Precision
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.core.record.tracker import RunOutput
-from runner.core.run.result import RunResult
+from runner.core.run.run_result import RunResult
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RunContext(RunOutput):
     @property
     def mode(self) -> Mode:
         """Return the mode of the run."""
-        return mode_named(self.spec.mode)
+        return Mode.named(self.spec.mode)
 
     @property
     def device(self) -> torch.device:

@@ -3,7 +3,7 @@
 Evaluations of a model on data sets, and the measurement of updates that leave weights unchanged.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -23,11 +23,11 @@ from runner.core.base.module_tree import set_training
 from runner.core.base.random_streams import seeded
 from runner.core.base.stop_signals import until_interrupted
 from runner.core.config.schema import TrainSpec
-from runner.core.loop.batches import Batch, BatchLoader, batch_seed, ends_epoch, steps_of_epoch
-from runner.core.loop.records import EvalRecord, Record, RecordBuffer
-from runner.core.loop.state import EvaluationCall, TrainState
+from runner.core.loop.batch_layout import Batch, BatchLoader, batch_seed, ends_epoch, steps_of_epoch
 from runner.core.loop.step import join_batch, train_step
+from runner.core.loop.step_records import EvalRecord, RecordBuffer, StepRecord
 from runner.core.loop.task import Task
+from runner.core.loop.train_state import EvaluationCall, TrainState
 
 _RANDOM_DEPTH = ("StochasticDepth", "DropPath")
 """Classes of torchvision and timm that leave out branches at random in training mode."""
@@ -374,11 +374,11 @@ def fit(
     validation: BatchLoader | Mapping[str, BatchLoader],
     train: TrainSpec,
     hooks: LoopHooks = NO_HOOKS,
-) -> Iterator[Record]:
+) -> Iterator[Sequence[StepRecord] | EvalRecord]:
     """Train, and yield blocks of step records as they reach the host, and evaluations.
 
     A block is yielded at each multiple of train.log_every; on a device that computes while the host
-    continues, it is yielded one interval later (see records.py). Before an evaluation, at
+    continues, it is yielded one interval later (see step_records.py). Before an evaluation, at
     flush_every and at the end the records reach up to state.step, also where an exception ends the
     loop.
 
