@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from composition_cache import composition_cache  # noqa: F401
+from environments import ROOT, clean_env
 from forked_process import ForkedProcess, Server, run_forked
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -37,7 +38,6 @@ from runner.rooms import install_rooms
 from runner.sweeps.launcher import job_process
 
 install_rooms()
-ROOT = Path(__file__).parents[1]
 COMMAND_SECONDS = 600
 """Longer than any command takes on a machine whose load is ten times its cores."""
 QUICK = ("model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2")
@@ -129,12 +129,6 @@ def last_of_each_key(args):
     words = [str(arg) for arg in args]
     last = {word.partition("=")[0]: i for i, word in enumerate(words)}
     return [w for i, w in enumerate(words) if "=" not in w or last[w.partition("=")[0]] == i]
-
-
-def clean_env(**more):
-    """This process's environment without what steers MLflow or Hydra."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 @pytest.fixture(scope="session")

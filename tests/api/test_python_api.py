@@ -318,12 +318,6 @@ def test_mode_plan_measures_a_model_object():
         (["mode=advise"], {}, "mode=advise describes several runs. Call runner.advise([...])."),
         (["sweep=search"], {}, "sweep=search describes several runs. Call runner.sweep([...])."),
         (["precision=fp9"], {}, "precision=fp9 is not known. "),
-        (
-            ["precision.emulate=true"],
-            {},
-            "precision.emulate=true is not known. Allowed for precision=32-true: precision.name",
-        ),
-        (["config=x"], {}, "config=x is not known. Allowed: hydra, mode, seed"),
     ],
 )
 def test_bad_input_is_one_message_before_anything_runs(words, objects, message):

@@ -73,8 +73,7 @@ def test_a_refused_record_is_no_success_but_the_work_is_kept(cli, store, tmp_pat
 @pytest.mark.usefixtures("lab")
 def test_a_refusal_stops_a_run_soon(cli, store):
     done = cli(*ENDLESS, f"tracking.uri={store}", f"tracking.experiment={'x' * 600}")
-    assert done.rc == 1
-    assert "does not take the run" in done.stderr
+    done.check_refused("does not take the run", status=1)
 
 
 @pytest.mark.usefixtures("lab")

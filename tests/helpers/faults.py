@@ -1,12 +1,12 @@
 """Run trainer processes for tests of outages, and count the points that were stored."""
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+from environments import clean_env
 from fault_trainer import BEGAN_MS, values
 from forked_process import ForkedProcess
 from quiet_mlflow import MlflowClient
@@ -16,13 +16,7 @@ from runner.core.base.layout import HISTORY
 from runner.tracking import history
 from runner.tracking.upload_state import UploadState
 
-ROOT = Path(__file__).parents[2]
 GREATEST = 1.7976931348623157e308
-
-
-def clean_env():
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 class Trainer:

@@ -85,8 +85,7 @@ def test_plan_shows_an_own_precision(own):
 
 def test_a_failing_run_gets_the_remedy_of_its_range(own):
     done = own(*DIGITS, "model=mlp", "precision=own-half", "train.max_steps=3", *DIVIDES_BY_ZERO)
-    assert done.rc == 1
-    assert "Try precision=bf16-mixed or precision.keep_fp32=[<module>]" in done.stderr
+    done.check_refused("Try precision=bf16-mixed or precision.keep_fp32=[<module>]", status=1)
 
 
 def test_a_sweep_reports_an_own_precision(own, tmp_path):

@@ -1,11 +1,11 @@
 """A real SQLite store, and a way to read it with MLflow's own client."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
+from environments import ROOT, clean_env
 from forked_process import ForkedProcess
 from quiet_mlflow import client_of
 from serving import Server
@@ -85,16 +85,13 @@ def start_trainer():
     `info` has fields of RunInfo, `env` its variables of MLflow's; further options are those of
     subprocess.Popen.
     """
-    root = Path(__file__).parents[2]
-    script = root / "tests" / "helpers" / "trainer_script.py"
+    script = ROOT / "tests" / "helpers" / "trainer_script.py"
 
     def start(
         uri, folder, ending, popen=ForkedProcess, experiment="endings", info=(), env=(), **options
     ):
         given = json.dumps({"experiment": experiment, **dict(info)})
         command = [sys.executable, str(script), uri, str(folder), ending, given]
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
-        environment = {**kept, "PYTHONPATH": str(root), **dict(env)}
-        return popen(command, text=True, env=environment, **options)
+        return popen(command, text=True, env=clean_env(**dict(env)), **options)
 
     return start

@@ -14,7 +14,8 @@ import time
 from contextlib import closing
 
 import pytest
-from faults import ROOT, Trainer, counted, progress_of, status_of
+from environments import ROOT
+from faults import Trainer, counted, progress_of, status_of
 from waiting import wait_for
 
 from runner.cli.sync import sync

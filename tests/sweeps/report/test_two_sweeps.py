@@ -200,5 +200,4 @@ def test_one_sweeps_report_goes_to_another_folder(two_swept, main, tmp_path):
 )
 def test_wrong_sweeps_are_refused(two_swept, main, words, message):
     _, (one, two), _ = two_swept
-    done = main("report", *(word.format(one=one, two=two) for word in words)).check_refused(message)
-    assert "Traceback" not in done.stderr
+    main("report", *(word.format(one=one, two=two) for word in words)).check_refused(message)

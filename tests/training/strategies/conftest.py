@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from environments import ROOT, clean_env
 from processes import Outcome
 
 WORKER = Path(__file__).parents[2] / "helpers" / "worker.py"
-ROOT = WORKER.parents[2]
 PATH = f"{ROOT}:{ROOT / 'tests' / 'helpers'}"
 TIMEOUT = 1800
 """Seconds that jobs may take: they hang or end long before, on a loaded machine, too."""
@@ -21,14 +21,13 @@ TIMEOUT = 1800
 @pytest.fixture(scope="session")
 def worker():
     """Return the process of tests/helpers/worker.py."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "HYDRA_"))}
     process = subprocess.Popen(
         [sys.executable, str(WORKER)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
         start_new_session=True,
-        env={**kept, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
+        env=clean_env(PYTHONPATH=PATH),
     )
     yield process
     os.killpg(process.pid, signal.SIGKILL)
