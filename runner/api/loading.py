@@ -7,9 +7,14 @@ from runner.api.results import RunResult
 from runner.api.sweeps import SweepResult
 from runner.config.overrides import path_exists
 from runner.core import ConfigError, layout, secrets
-from runner.sweeps.report.load import load_from_folder, load_from_store, result_of_run
+from runner.sweeps.report.load import (
+    find_parent_run,
+    load_from_folder,
+    load_from_store,
+    report_folder,
+    result_of_run,
+)
 from runner.sweeps.report.pages import write_report
-from runner.sweeps.report.rebuild import find_parent_run, report_folder
 from runner.tracking.uri import is_configured_store, resolve_uri, sqlite_path
 
 

@@ -203,7 +203,7 @@ REPORT = Command(
         "its folder, its id or the id of its parent run; by default the newest",
         max_words=2,
     ),
-    function="runner.sweeps.report.rebuild.rebuild_report",
+    function="runner.sweeps.report.load.rebuild_report",
 )
 SYNC = Command(
     "sync",

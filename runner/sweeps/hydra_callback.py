@@ -33,6 +33,8 @@ from runner.sweeps.room import ADVISE_USAGE_MESSAGE
 
 _OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+OWN_LAUNCHERS = (ISOLATED, _BASIC)
+"""Launchers that run the jobs on this machine, started by the command itself."""
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
@@ -102,8 +104,7 @@ class SweepCallback(Callback):
             prepare_launcher()
         from runner.sweeps.sweep import Sweep, sweep_name, swept_counts
 
-        tracking = OmegaConf.to_container(config.tracking, resolve=True)
-        assert isinstance(tracking, dict)
+        tracking: Any = OmegaConf.to_container(config.tracking, resolve=True)
         if not Mode.named(config.mode).is_recorded and not Mode.named(config.mode).chooses_jobs:
             tracking = {"_target_": "runner.core.record.tracker.NoTracker"}
         overrides = override_texts(config.hydra.overrides.task)
@@ -116,7 +117,7 @@ class SweepCallback(Callback):
                 left_out = resolve.omitted_key_pairs(config, _needs_no_emulation)
             # Now, so that the store exists before any job needs it.
             name = sweep_name(config)
-            sweep = Sweep(folder, overrides, tracking, self._resume, left_out, name)  # type: ignore[arg-type]
+            sweep = Sweep(folder, overrides, tracking, self._resume, left_out, name)
             if self._skip_refused:
                 sweep.accept_untried_jobs()
             Sweep.current = sweep
@@ -177,7 +178,7 @@ def _prepare(config: DictConfig) -> None:
         prepare_sweeper(config)
     if sweeper.startswith(_OPTUNA):
         _prepare_search(config)
-    if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
+    if config.hydra.launcher.get("_target_") not in OWN_LAUNCHERS:
         from runner.sweeps.launcher.remote import prepare_remote
 
         prepare_remote(config)
@@ -198,7 +199,7 @@ def _check_sweep_keys(config: DictConfig) -> None:
             f"sweep.fail_fast=true: in mode={config.mode} a precision that fails is an answer. "
             "Leave it out."
         )
-    if config.hydra.launcher.get("_target_") not in (ISOLATED, _BASIC):
+    if config.hydra.launcher.get("_target_") not in OWN_LAUNCHERS:
         choice = config.hydra.runtime.choices.get("hydra/launcher")
         raise ConfigError(
             f"sweep.fail_fast=true works where this command runs the jobs itself, and "
@@ -216,12 +217,10 @@ def _needs_no_emulation(config: DictConfig) -> bool:
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(ConfigError, Unavailable):
         spec = resolve_spec(own)
-        device = accelerators.choose_accelerator(
-            spec.accelerator.name, spec.accelerator.index
-        ).device
-        targets.instantiate(spec.precision).require(device)
+        chosen = accelerators.choose_accelerator(spec.accelerator.name, spec.accelerator.index)
+        targets.instantiate(spec.precision).require(chosen.device)
         try:
-            targets.instantiate({**spec.precision, "emulate": True}).require(device)
+            targets.instantiate({**spec.precision, "emulate": True}).require(chosen.device)
         except Unavailable:
             return True
     return False
@@ -275,8 +274,7 @@ def _task_direction(config: DictConfig) -> str:
     from runner.core import targets
     from runner.data.task_target import build_task, task_problems
 
-    target = targets.locate(str(config.task.get("_target_")))
-    own = getattr(target, "direction", None)
+    own = getattr(targets.locate(str(config.task.get("_target_"))), "direction", None)
     added = [key for key in targets.RUNNER_KEYS["task"] if config.task.get(key) is not None]
     if own is not None and not added:
         return str(own)

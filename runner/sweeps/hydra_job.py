@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -39,7 +39,7 @@ from runner.core import (
     torchrun,
 )
 from runner.output.lasting_output import lasting_output
-from runner.sweeps.job_result import (
+from runner.sweeps.manifest import (
     is_sweep_job,
     job_invocation,
     job_overrides,
@@ -96,20 +96,6 @@ def call_hydra(argv: Sequence[str]) -> None:
         sys.argv = previous_argv
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A job's failure: the status and message of its result, and the exit status of a command.
-
-    Attributes:
-        has_result: True if the run wrote its result itself.
-    """
-
-    status: "run_result.Status"
-    message: str
-    exit_status: int
-    has_result: bool = False
-
-
 @lasting_output()
 def run_job(config: DictConfig) -> float | None:
     """Run one job: the task function that Hydra calls with a composed config.
@@ -122,9 +108,13 @@ def run_job(config: DictConfig) -> float | None:
         SystemExit: a signal ended the job, or a job failed that has this process for itself or
             whose failure ends its sweep. The result of a sweep's job is recorded before.
     """
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    settings = HydraConfig.get()
+    callback: Any = settings.callbacks.get("sweep")
+    folder = Path(settings.runtime.output_dir)
     sweeping = is_sweep_job()
     leaves_line = sweeping and _leaves_line(config)
+    # A run that ends by an error may have written its result itself.
+    has_result = False
     try:
         objective = _start(config, folder, sweeping, leaves_line).objective
         return None if math.isnan(objective) else objective
@@ -132,37 +122,40 @@ def run_job(config: DictConfig) -> float | None:
         from runner.core import run_result
         from runner.sweeps.sweep_progress import alike_job
 
-        skips = sweeping and HydraConfig.get().callbacks["sweep"].skip_refused
-        status = _error_status(error, skips)
-        precision = str(HydraConfig.get().runtime.choices["precision"])
+        status = _error_status(error, sweeping and callback.skip_refused)
+        precision = str(settings.runtime.choices["precision"])
         # The line of a trial, or of a job that was not tried, says why; that of a job that fails
         # like an earlier one names it.
-        is_in_line = leaves_line and (_is_trial() or status in run_result.UNTRIED)
-        if not (is_in_line or (leaves_line and alike_job(folder, precision, str(error)))):
+        is_in_line = leaves_line and (
+            _is_trial() or status in run_result.UNTRIED or alike_job(folder, precision, str(error))
+        )
+        if not is_in_line:
             print_error_once(error)
-        failure = _Failure(status, str(error), error.exit_status, error.finished)
+        message, exit_status, has_result = str(error), error.exit_status, error.finished
         # A single run that was refused leaves no folder with nothing but Hydra's record of it.
         if not sweeping and {path.name for path in folder.iterdir()} <= {".hydra"}:
             rmtree(folder, ignore_errors=True)
     except KeyboardInterrupt as error:
-        failure = _Failure(
-            "stopped", str(error) or "Interrupted.", stop_signals.interrupt_status(error)
-        )
+        status = "stopped"
+        message = str(error) or "Interrupted."
+        exit_status = stop_signals.interrupt_status(error)
     except Exception as error:
         text = secrets.redact(traceback.format_exc())
         print(terminal.sanitize(text), file=sys.stderr)
         with suppress(OSError):  # a full disk
             files.write_text(folder / "error.txt", text)
-        failure = _Failure("failed", secrets.redact(f"{type(error).__name__}: {error}"), 1)
-    if sweeping and not failure.has_result:
-        record_result(config, folder, failure.status, failure.message)
+        status = "failed"
+        message = secrets.redact(f"{type(error).__name__}: {error}")
+        exit_status = 1
+    if sweeping and not has_result:
+        record_result(config, folder, status, message)
     if leaves_line:
         from runner.sweeps.sweep_progress import print_job_line
 
         print_job_line(folder)
-    if failure.exit_status > 128 or HydraConfig.get().mode == RunMode.RUN:
-        raise SystemExit(failure.exit_status)
-    if sweeping and HydraConfig.get().callbacks["sweep"].fail_fast:
+    if exit_status > 128 or settings.mode == RunMode.RUN:
+        raise SystemExit(exit_status)
+    if sweeping and callback.fail_fast:
         from runner.sweeps.sweep import end_if_failed
 
         if end_if_failed(folder):
@@ -207,8 +200,8 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
         # The other processes find the result, too, and leave.
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:
-            line = f"{finished.outcome} before"
-            print(terminal.sanitize(f"{finished.label}: {line}") if sweeping else line, flush=True)
+            name = f"{finished.label}: " if sweeping else ""
+            print(terminal.sanitize(f"{name}{finished.outcome} before"), flush=True)
         return finished
     # Values of a checkpoint replace groups, whose interpolations may not resolve without them.
     reads_checkpoint = bool(config.checkpoint.path or config.checkpoint.resume)
@@ -226,12 +219,11 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
     if is_first:
         # Imported modules stay: no later collection has to look through them.
         gc.freeze()
-    if not leaves_line:
-        from runner.output.console import plain_console
+    from runner.output.console import JobConsole, plain_console
 
+    if not leaves_line:
         console = plain_console()
         return run_spec(spec, folder, invocation, console, partial(print_result, console))
-    from runner.output.console import JobConsole
     from runner.sweeps.sweep_progress import job_label, print_job_line
 
     label = job_label(Path(settings.sweep.dir), invocation.label(spec))

@@ -4,7 +4,6 @@ The jobs' results are read from their folders, so that the report does not depen
 ran them, nor on whether a job's process survived.
 """
 
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -40,13 +39,17 @@ from runner.output.markup import markdown_code, terminal_table
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.other_programs import OtherPrograms
 from runner.sweeps.report.columns import advice_table, sweep_table
-from runner.sweeps.report.load import JOB_RESULTS_FOLDER, load_from_folder, write_job_facts
+from runner.sweeps.report.load import (
+    JOB_RESULTS_FOLDER,
+    is_joined_by_others,
+    load_from_folder,
+    store_report,
+    write_job_facts,
+)
 from runner.sweeps.report.pages import summary_markdown, write_report
-from runner.sweeps.report.rebuild import is_joined_by_others, store_report
 from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_command, with_longer_lists
-from runner.sweeps.verdict.answer import Reason
 from runner.tracking import notes
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
 from runner.tracking.result_table import page_lines
@@ -132,13 +135,13 @@ class Sweep:
         with ExitStack() as lock:
             lock.enter_context(files.folder_lock(folder))
             former = Manifest.read(folder) if resume else None
-            if former is not None:
+            if former:
                 manifest = with_longer_lists(former, overrides)
             else:
                 command = ["python", "-m", "runner", *without_program_options(sys.argv[1:])]
                 sweep_id = str(tracking.get("sweep") or uuid4().hex[:12])
-                manifest = Manifest(sweep_id, command, overrides, str(Path.cwd()), fmt.now_ms())
-                manifest = manifest.signed()
+                cwd = str(Path.cwd())
+                manifest = Manifest(sweep_id, command, overrides, cwd, fmt.now_ms()).signed()
             self.manifest = replace(manifest, left_out=left_out, finished=False)
             self.tracker: Tracker = targets.build_group("tracking", tracking)
             self.joins_other_sweep = tracking.get("sweep") is not None and self.tracker.takes_runs
@@ -158,7 +161,7 @@ class Sweep:
             jobs = f"{self.manifest.jobs} jobs in {fmt.relative_path(self.folder)}"
             print(terminal.sanitize(f"{self._name}; {jobs}"), flush=True)
         if not self.joins_other_sweep:
-            self._open_parent_run(self._name, self._former)
+            self._open_parent_run()
             # The writer of records imports mlflow, for seconds of a processor that the first job
             # would lack: it would seem slower than those that it is compared with.
             deadline = time.monotonic() + MAX_WRITER_START_SECONDS
@@ -169,9 +172,9 @@ class Sweep:
         self._others = OtherPrograms()
         self._newest_result = self._time_of_newest_result()
 
-    def _open_parent_run(self, name: str, former: Manifest | None) -> None:
-        """Open the parent run of a new sweep, or of the sweep with this former manifest."""
-        command = self.manifest.command
+    def _open_parent_run(self) -> None:
+        """Open the parent run of a new sweep, or of a resumed one."""
+        former = self._former
         overrides = self.manifest.overrides
         # The swept keys, without those of a preset, arrange the dashboard.
         swept = swept_counts(overrides)
@@ -179,18 +182,19 @@ class Sweep:
         # What all jobs share: MLflow's parameters cannot change, and a swept list may get longer.
         params = {key: text for key, equals, text in words if equals and key not in swept}
         sweep_id = self.manifest.id
+        command = terminal.quote_command(self.manifest.command)
         tags = {
             "sweep_id": sweep_id,
             "output_dir": str(self.folder),
-            "command": terminal.quote_command(command),
+            "command": command,
             "swept": " ".join(swept),
         }
         if former and former.overrides != overrides:
-            tags["mlflow.runName"] = name
+            tags["mlflow.runName"] = self._name
         previous = journals.latest_journal(self.folder) if former else None
-        info = RunInfo(self.folder, params, tags, name, sweep_id, "sweep", previous)
+        info = RunInfo(self.folder, params, tags, self._name, sweep_id, "sweep", previous)
         self.tracker.open(info)
-        self.tracker.note(notes.running_note(terminal.quote_command(command)))
+        self.tracker.note(notes.running_note(command))
 
     def accept_untried_jobs(self) -> None:
         """Let jobs that were not tried be no failure as long as another one finishes."""
@@ -221,7 +225,11 @@ class Sweep:
         is_stopped = status > 128 or bool(self._early_end)
         data = load_from_folder(self.folder, is_stopped)
         if status and not (self._has_begun or data.jobs):
-            return self._leave_nothing(status)
+            # Refused before its first job: a folder that it made goes with it.
+            if self._has_new_folder:
+                rmtree(self.folder, ignore_errors=True)
+            self._lock.close()
+            return status
         self.begin()
         busy = self._busy_share()
         data = replace(data, busy=busy, accepts_untried=self._accepts_untried)
@@ -239,11 +247,12 @@ class Sweep:
         if not self.joins_other_sweep:
             _print_conclusion(console, data)
         jobs_file = self._store_report(data)
-        error = f"{answer.failed} of {len(data.jobs)} jobs did not finish."
-        run_status: journals.Status = "FAILED" if status or answer.failed else "FINISHED"
+        error = (
+            f"{answer.failed} of {len(data.jobs)} jobs did not finish." if answer.failed else None
+        )
+        run_status: journals.Status = "FAILED" if status or error else "FINISHED"
         # 128 + the signal's number: a stop, by a shell's convention.
-        run_status = "KILLED" if status > 128 else run_status
-        self.tracker.close(run_status, error if answer.failed else None)
+        self.tracker.close("KILLED" if status > 128 else run_status, error)
         of_all = self._add_jobs_of_other_machines(console, data, jobs_file)
         if of_all is not data or self.joins_other_sweep:
             _print_conclusion(console, of_all)
@@ -272,13 +281,6 @@ class Sweep:
         written = (path.stat().st_mtime for path in self.folder.glob(f"*/{layout.RESULT}"))
         return max(written, default=0.0)
 
-    def _leave_nothing(self, status: int) -> int:
-        """Remove the folder of a sweep that was refused before its first job; return the status."""
-        if self._has_new_folder:
-            rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
-        return status
-
     def _is_rejected(self) -> bool:
         """Return whether the store rejected the sweep, after printing why."""
         try:
@@ -306,8 +308,8 @@ class Sweep:
             record = data.answer.record
             self.tracker.log_metrics([(record.steps, fmt.now_ms(), record.metrics)])
             self.tracker.tags(record.tags)
-            ids = (self.tracker.experiment_id, self.tracker.run_id)
-            note = summary_markdown(data, sweep_links(*ids, self.manifest.id))
+            run = (self.tracker.experiment_id, self.tracker.run_id, self.manifest.id)
+            note = summary_markdown(data, sweep_links(*run))
             if data.is_unfinished:
                 command = markdown_code(str(resume_command(self.folder)))
                 note = f"{note.rstrip()} · Resume with: {command}\n"
@@ -327,9 +329,8 @@ class Sweep:
         uri = getattr(self.tracker, "uri", "")
         parent = self.tracker.run_id
         try:
-            if self.joins_other_sweep or (
-                parent and is_joined_by_others(uri, parent, jobs_file.name)
-            ):
+            is_joined = parent and is_joined_by_others(uri, parent, jobs_file.name)
+            if self.joins_other_sweep or is_joined:
                 return store_report(uri, parent or self.manifest.id, self.folder, jobs_file)[1]
         except RunnerError as error:
             console.print(
@@ -339,26 +340,26 @@ class Sweep:
 
     def _print_locations(self, console: Console, results: Sequence[RunResult]) -> None:
         """Print where the parent run, the dashboard and the report are, and how to resume."""
-        uri = secrets.redact(getattr(self.tracker, "uri", ""))
-        experiment = getattr(self.tracker, "experiment", "")
+        dashboards = [self.tracker.dashboard, *(result.dashboard for result in results)]
         parent = RunResult(
             precision="",
             label="sweep",
             folder=str(self.folder),
-            tracking_uri=uri,
-            experiment=experiment,
+            run_id=self.tracker.run_id,
+            experiment_id=self.tracker.experiment_id,
+            tracking_uri=secrets.redact(getattr(self.tracker, "uri", "")),
+            experiment=getattr(self.tracker, "experiment", ""),
+            dashboard=next(filter(None, dashboards), None),
         )
-        parent = parent.with_store_ids(self.tracker)
-        dashboards = [parent.dashboard, *(result.dashboard for result in results)]
-        parent = replace(parent, dashboard=next(filter(None, dashboards), None))
-        for name, text in page_lines(parent, "parent run", REPORT_PAGE):
-            console.print(f"{name}: {text}", soft_wrap=True)
-        console.print(f"report: {self.folder / 'report.html'}", soft_wrap=True)
+        lines = page_lines(parent, "parent run", REPORT_PAGE)
+        lines.append(("report", str(self.folder / "report.html")))
         verdict = self.folder / layout.VERDICT
         if verdict.is_file():
-            console.print(f"verdict: {verdict}", soft_wrap=True)
+            lines.append(("verdict", str(verdict)))
         if not self.manifest.finished:
-            console.print(f"Resume with: {resume_command(self.folder)}", soft_wrap=True)
+            lines.append(("Resume with", str(resume_command(self.folder))))
+        for name, text in lines:
+            console.print(f"{name}: {text}", soft_wrap=True)
 
 
 def _print_results(console: Console, results: Sequence[RunResult]) -> None:
@@ -370,11 +371,14 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
     for result in results:
         # One text for all precisions that lack the same. Later in an error, as in a command to
         # type, the precision is meant.
-        error = re.sub(rf"^precision={re.escape(result.precision)} ", "it ", result.error)
+        error = result.error
+        if error.startswith(f"precision={result.precision} "):
+            error = f"it {error.partition(' ')[2]}"
         # And one for the jobs of a precision whose errors differ in their numbers.
         first = first_errors.setdefault((result.precision, without_numbers(error)), error)
-        pairs.append((first, result.label if first == error else f"{result.label} alike"))
-    for error, labels in fmt.grouped(pair for pair in pairs if pair[0]).items():
+        if error:
+            pairs.append((first, result.label if first == error else f"{result.label} alike"))
+    for error, labels in fmt.grouped(pairs).items():
         console.print(f"{join_names(labels)}: {error}", markup=False, soft_wrap=True)
 
 
@@ -385,12 +389,11 @@ def _print_conclusion(console: Console, data: SweepData) -> None:
     if data.is_stopped:
         console.print("Stopped. Results so far:")
     if data.advice and not data.gate:
-        table = terminal_table(advice_table(data.advice), "which precision?", console.width)
-        console.print(table)
+        console.print(terminal_table(advice_table(data.advice), "which precision?", console.width))
     answer = data.answer
     console.print(answer.text, soft_wrap=True)
     # How to resume an unfinished sweep is said below.
-    if answer.command and answer.reason is not Reason.UNFINISHED:
+    if answer.command and not answer.is_unfinished:
         console.print(f"Next: {answer.command}", soft_wrap=True)
 
 
@@ -403,13 +406,12 @@ def end_if_failed(folder: Path) -> bool:
         Whether the job has failed.
     """
     result = RunResult.read(folder)
-    if result.status != "failed":
-        return False
-    if Sweep.current is not None:
+    has_failed = result.status == "failed"
+    if has_failed and Sweep.current:
         Sweep.current.end_early(
             f"sweep.fail_fast=true: {result.label} has failed; no further job was started."
         )
-    return True
+    return has_failed
 
 
 def finish_sweep(status: int) -> int:
@@ -421,8 +423,6 @@ def finish_sweep(status: int) -> int:
     Returns:
         The exit status of the command.
     """
-    if Sweep.current is None:
-        return status
     sweep = Sweep.current
     Sweep.current = None
-    return sweep.end(status)
+    return sweep.end(status) if sweep else status

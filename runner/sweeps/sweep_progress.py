@@ -82,11 +82,10 @@ def alike_job(folder: Path, precision: str, error: str) -> str:
         precision: of that job.
         error: of that job.
     """
-    text = without_numbers(error)
-    others = (each for each in _ended_results(folder.parent) if each.precision == precision)
-    for other in others:
-        is_own = Path(other.folder).name == folder.name
-        if other.error and not is_own and without_numbers(other.error) == text:
+    wanted = (precision, without_numbers(error))
+    for other in _ended_results(folder.parent):
+        is_alike = (other.precision, without_numbers(other.error)) == wanted
+        if is_alike and other.error and Path(other.folder).name != folder.name:
             return other.label
     return ""
 
@@ -103,12 +102,12 @@ def _ended_results(sweep: Path) -> list[RunResult]:
         is_final = result.status == "finished" or result.diverged or is_advice
         if not result.precision or result.status == "stopped":
             continue
-        if is_final or _file_time(result, layout.RESULT) >= begun:
+        if is_final or _file_time(result) >= begun:
             ended.append(result)
     return ended
 
 
-def _file_time(result: RunResult, name: str) -> float:
+def _file_time(result: RunResult, name: str = layout.RESULT) -> float:
     """Return when a file of a job's folder was written, Unix time in seconds."""
     return (Path(result.folder) / name).stat().st_mtime
 
@@ -125,15 +124,15 @@ def _mean_job_seconds(sweep: Path, places: int, ended: Sequence[RunResult]) -> f
         ended: results of the jobs that have ended.
     """
     begun = (sweep / layout.MANIFEST).stat().st_mtime
-    ordered = sorted(ended, key=lambda result: _file_time(result, layout.RESULT))
+    ordered = sorted(ended, key=_file_time)
     seconds = []
     for number, result in enumerate(ordered):
         # A job that failed before it trained took no time.
         if not (result.seconds and places):
             continue
-        before = _file_time(ordered[number - places], layout.RESULT) if number >= places else 0.0
+        before = _file_time(ordered[number - places]) if number >= places else 0.0
         since = before if before >= begun else _file_time(result, layout.CONFIG)
-        seconds.append(_file_time(result, layout.RESULT) - since)
+        seconds.append(_file_time(result) - since)
     return fmean(seconds[-RECENT_JOBS:]) if seconds else 0.0
 
 

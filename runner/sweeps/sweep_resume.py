@@ -35,13 +35,12 @@ _CHANGEABLE_PREFIXES = (_TRACKING, "sweep.fail_fast=", "sweep.verbose=", *_TOLER
 """Prefixes of what may change on resuming: where jobs are recorded, when the sweep ends and what
 its answer accepts, but not what jobs compute, nor how many run at once, which their speed depends
 on."""
-_REDACTION_MARK = "***"
 _ADVISE_MODES = tuple(f"mode={mode.name}" for mode in ROOM.modes)
 _FIXING_WORDS = ("sweep=", "hydra/sweeper=", "launcher=", "hydra/launcher=", *_ADVISE_MODES)
 """How the words begin that let other code than Hydra's own sweeper and our launcher number the jobs
 of a sweep."""
-_LISTED_PRESETS = ("sweep=every_precision", "sweep=precisions")
-"""Presets that only list precisions."""
+_KNOWN_ENDS = ("=isolated", "sweep=every_precision", "sweep=precisions")
+"""How such words end that do not: our launcher, and presets that only list precisions."""
 _SEED = "seed="
 _NO_LISTS = ("-", "hydra.", "hydra/", "launcher=", "sweep", _TRACKING)
 
@@ -57,22 +56,21 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
         ConfigError: there is no such sweep here, or the command changes more than it may.
     """
     resume = [text for text in argv if fmt.override_key(text) == RESUME_KEY]
-    added = [text for text in argv if text not in (*resume, "-m", "--multirun")]
-    lists = [text for text in added if "," in text and not text.startswith(_NO_LISTS)]
-    added = [text for text in added if text not in lists]
+    typed = [text for text in argv if text not in (*resume, "-m", "--multirun")]
     name = resume[-1].partition("=")[2].strip("'\"")
-    uris = [text.partition("=")[2] for text in added if text.startswith("tracking.uri=")]
-    folder = _find_folder(name, uris[0] if uris else None, is_unfinished=not lists)
+    uris = (text.partition("=")[2] for text in typed if text.startswith("tracking.uri="))
+    lists = [text for text in typed if "," in text and not text.startswith(_NO_LISTS)]
+    folder = _find_folder(name, next(uris, None), is_unfinished=not lists)
     manifest = Manifest.read(folder)
     # The manifest is a file that others may have written: no other program is started.
     if [*manifest.command[:3]] != RUNNER_COMMAND:
         raise ConfigError(
             f"{folder / layout.MANIFEST} is damaged: its command is not a command of the runner."
         )
-    _check_trusted(manifest, [*added, *lists], name)
+    _check_trusted(manifest, typed, name)
     # Words of the sweep's own command change nothing.
-    added = [text for text in added if text not in manifest.command]
-    lists = [text for text in lists if text not in manifest.command]
+    new = [text for text in typed if text not in manifest.command]
+    added = [text for text in new if text not in lists]
     _check_added(added, manifest, name)
     # Another working directory than the sweep's is refused, if that one still exists.
     original = Path(manifest.cwd).absolute()
@@ -82,7 +80,7 @@ def expand_resume_command(argv: Sequence[str]) -> list[str]:
             f"relative to. Type cd {shlex.quote(str(original))} first."
         )
     # Redacted words are typed again, see _check_added(), as are tracking.* and others.
-    command = _with_lists(manifest.command[3:], lists, folder)
+    command = _with_lists(manifest.command[3:], [text for text in new if text in lists], folder)
     replaced = {"hydra.sweep.dir", *map(fmt.override_key, added)}
     command = [word for word in command if fmt.override_key(word) not in replaced]
     _select_recorded_store(folder, [*command, *added])
@@ -127,7 +125,7 @@ def _with_lists(command: Sequence[str], lists: Sequence[str], folder: Path) -> l
         known = _listed_values(words[places[-1]])
         new = _listed_values(word)
         if not {*known} <= {*new}:
-            longer = ",".join([*known, *(value for value in new if value not in known)])
+            longer = ",".join(dict.fromkeys([*known, *new]))
             raise ConfigError(
                 f"{word}: the sweep has {words[places[-1]]}, and a list may only get longer. Type "
                 f"{key}={longer}."
@@ -140,8 +138,7 @@ def fixing_word(command: Sequence[str]) -> str:
     """Return the word of a sweep's command that keeps its lists from getting longer; empty without
     any."""
     fixing = (word for word in command if word.startswith(_FIXING_WORDS))
-    is_known = ("=isolated", *_LISTED_PRESETS)
-    return next((word for word in fixing if not word.endswith(is_known)), "")
+    return next((word for word in fixing if not word.endswith(_KNOWN_ENDS)), "")
 
 
 def _listed_values(word: str) -> list[str]:
@@ -221,7 +218,7 @@ def _check_added(added: Sequence[str], manifest: Manifest, name: str) -> None:
         manifest: the sweep's.
         name: value of `sweep.resume=`.
     """
-    secret_keys = {fmt.override_key(word) for word in manifest.command if _REDACTION_MARK in word}
+    secret_keys = {fmt.override_key(word) for word in manifest.command if "***" in word}
     for word in added:
         if not word.startswith(_CHANGEABLE_PREFIXES) and fmt.override_key(word) not in secret_keys:
             raise ConfigError(
@@ -244,13 +241,14 @@ def _select_recorded_store(folder: Path, words: Sequence[str]) -> None:
     The sweep's command may have taken the store from the environment, and its jobs take it from
     there, too. A URI in the environment is in no file and no command.
     """
-    if any(word.startswith("tracking=") for word in words):
+    settings = {fmt.override_key(word): word.partition("=")[2] for word in words}
+    if "tracking" in settings:
         return
-    uris = [word.partition("=")[2] for word in words if fmt.override_key(word) == "tracking.uri"]
-    uri = resumed_sweep_store(folder, uris[-1].strip("'\"") if uris else None)
+    typed = settings.get("tracking.uri")
+    uri = resumed_sweep_store(folder, typed and typed.strip("'\""))
     if uri is not None:
         print(terminal.sanitize(f"continues the sweep in {secrets.redact(uri)}"), flush=True)
-        if not uris:
+        if typed is None:
             os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
@@ -310,10 +308,10 @@ def has_settings(result: RunResult, overrides: Sequence[str]) -> bool:
 def _settings_of(result: RunResult, others: Collection[str]) -> set[str]:
     """Return a job's settings, with the seed that it took by default where others name theirs."""
     settings = _settings(result.overrides)
-    own, other = (any(text.startswith(_SEED) for text in texts) for texts in (settings, others))
-    if other and not own:
-        settings.add(f"{_SEED}{result.seed}")
-    return settings
+    has_own, has_other = (
+        any(text.startswith(_SEED) for text in texts) for texts in (settings, others)
+    )
+    return settings | {f"{_SEED}{result.seed}"} if has_other and not has_own else settings
 
 
 def _settings(overrides: Sequence[str]) -> set[str]:

@@ -226,9 +226,7 @@ def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkey
     from runner.sweeps.launcher import remote
 
     monkeypatch.setattr(remote, "_MAX_VISIBILITY_SECONDS", 0.1)
-    monkeypatch.setattr(
-        "runner.sweeps.job_result.record_result", lambda *told: recorded.append(told[2:])
-    )
+    monkeypatch.setattr(remote, "record_result", lambda *told: recorded.append(told[2:]))
     recorded = []
     configs = {
         n: OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path), "subdir": str(n)}}})
@@ -236,7 +234,7 @@ def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkey
     }
     monkeypatch.setattr(remote, "job_hydra_config", lambda config: (tmp_path / "lock").open("w"))
     came = JobReturn(status=JobStatus.COMPLETED)
-    remote._record_missing_results(configs, {0: came, 1: came}, stopped=False)
+    remote._record_missing_results(configs, [came, came], stopped=False)
     said = capsys.readouterr().err
     assert said.count("error:") == 1
     assert said.startswith(f"error: job 0, 1: It ran, but left no result in {tmp_path}")

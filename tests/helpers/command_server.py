@@ -33,7 +33,7 @@ MODULES = (
     "mlflow.store.tracking.sqlalchemy_store mlflow.tracking.request_header.registry "
     "networkx runner.cli.main runner.core.run.run runner.modes.train "
     "runner.sweeps.advisor.trials runner.sweeps.hydra_callback "
-    "runner.sweeps.launcher.job_main runner.sweeps.sweep "
+    "runner.sweeps.launcher.job_request runner.sweeps.sweep "
     "runner.tracking.writer.uploader sklearn.datasets sklearn.model_selection "
     "sqlalchemy.dialects.sqlite torch._dynamo torch._functorch.aot_autograd "
     "torch.distributed.launcher.api torch.export"

@@ -6,8 +6,7 @@ from omegaconf import OmegaConf
 
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.resolve import register_schema
-from runner.sweeps.job_result import is_sweep_job, use_sweep_time
-from runner.sweeps.manifest import Manifest
+from runner.sweeps.manifest import Manifest, is_sweep_job, use_sweep_time
 
 BEGAN_MS = 1_700_000_000_000
 

@@ -14,7 +14,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.hydra_plugins import ISOLATED, REMOTE
 from runner.config.messages import option_hint
 from runner.config.overrides import as_typed, override_texts, path_exists
 from runner.config.resolve import resolve_spec
@@ -35,17 +34,20 @@ from runner.precision.registry import (
     precision_names,
     supported_precisions,
 )
+from runner.sweeps.hydra_callback import OWN_LAUNCHERS
 from runner.sweeps.report.load import (
+    existing_store,
+    find_parent_run,
     load_from_folder,
     load_from_store,
     read_settings,
     result_of_run,
     stored_settings,
 )
-from runner.sweeps.report.rebuild import existing_store, find_parent_run
 from runner.sweeps.report.sweep_data import Job, JobSettings, flat_config
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.room import AdviseSpec
+from runner.sweeps.sweep_resume import RUNNER_COMMAND
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import BASELINE
 
@@ -163,29 +165,26 @@ def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str
 def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) -> None:
     """Refuse runs that trained something else than the command would."""
     own = flat_config(spec.to_yaml())
-    differing: dict[str, None] = {}
+    differing: list[str] = []
     for job in jobs:
         if not job.config:
             raise ConfigError(
                 f"advise.baseline={name} has a run without its config.yaml: it cannot be known "
                 "whether it trained the same. Name a run that has one."
             )
-        for key in dict.fromkeys([*job.config, *own]):
-            values = [each.get(key, "") for each in (job.config, own)]
-            is_same = values[0] == values[1] or all(value in _ABSENT_VALUES for value in values)
+        for key in {**job.config, **own}:
+            values = {job.config.get(key, ""), own.get(key, "")}
             is_compared = key.partition(".")[0] in _COMPARED_SECTIONS and key not in _IGNORED_KEYS
-            if is_compared and not is_same:
-                differing[key] = None
-    if not differing:
-        return
-    config = jobs[0].config
-    texts = [
-        f"{key} ({config.get(key, 'none')} there, {own.get(key, 'none')} here)" for key in differing
-    ]
-    raise ConfigError(
-        f"advise.baseline={name} trained with other settings than this command: "
-        f"{fmt.first_names(texts, MAX_DIFFERING_KEYS)}. Type the same settings."
-    )
+            if is_compared and len(values) > 1 and not values.issubset(_ABSENT_VALUES):
+                differing.append(
+                    f"{key} ({job.config.get(key, 'none')} there, {own.get(key, 'none')} here)"
+                )
+    if differing:
+        texts = [*dict.fromkeys(differing)]
+        raise ConfigError(
+            f"advise.baseline={name} trained with other settings than this command: "
+            f"{fmt.first_names(texts, MAX_DIFFERING_KEYS)}. Type the same settings."
+        )
 
 
 _NO_CHECKPOINTS = (
@@ -250,8 +249,8 @@ class AdviseCommand:
         ).device
         # The folder that --config-dir names.
         sources = config.hydra.runtime.config_sources
-        folders = [Path(s.path) for s in sources if s.provider == "command-line"]
-        config_dir = folders[0] if folders else None
+        folders = (Path(s.path) for s in sources if s.provider == "command-line")
+        config_dir = next(folders, None)
         typed = _typed_precisions(overrides, precision_names(config_dir), spec.mode)
         # Only those that were typed: to ask the others would import their libraries, for seconds.
         supported = supported_precisions(device, config_dir, typed)
@@ -304,8 +303,9 @@ class AdviseCommand:
 
     def recorded_result(self, precision: str, seed: int) -> RunResult | None:
         """Return the recorded result of a trial, None for one that has to run."""
-        of_precision = (result for result in self.recorded if result.precision == precision)
-        return next((result for result in of_precision if result.seed == seed), None)
+        wanted = (precision, seed)
+        found = (each for each in self.recorded if (each.precision, each.seed) == wanted)
+        return next(found, None)
 
     def takes_update_rule(self, name: str) -> bool:
         """Return whether a precision loses updates and has the key update, which was not typed."""
@@ -330,16 +330,15 @@ class AdviseCommand:
             more: further overrides.
             is_tracked: whether the sweep's store records the trial.
         """
-        dropped = _TRIAL_KEYS if is_tracked else (*_TRIAL_KEYS, "tracking")
+        # No model is stored of a trial.
+        tracking = ["tracking.log_model=false"] if "log_model" in self.spec.tracking else []
+        dropped = _TRIAL_KEYS
+        if not is_tracked:
+            tracking = ["tracking=none"]
+            dropped = (*_TRIAL_KEYS, "tracking")
         user = [word for word in self.overrides if not word.lstrip("+~").startswith(dropped)]
         extra = self.request.overrides.get(precision, ())
         advisor = ["mode=train", f"precision={precision}", *extra, f"seed={seed}", *_NO_CHECKPOINTS]
-        tracking = []
-        if not is_tracked:
-            tracking = ["tracking=none"]
-        elif "log_model" in self.spec.tracking:
-            # No model is stored of a trial.
-            tracking = ["tracking.log_model=false"]
         # `more` comes last: of two overrides of a key, Hydra takes the last one.
         return [*user, *advisor, *tracking, *more]
 
@@ -348,22 +347,19 @@ def _check_command(config: DictConfig, overrides: Sequence[Override]) -> None:
     """Refuse several values of any key but precision, and launchers that run jobs elsewhere or at
     once: trials are timed against each other."""
     hydra = config.hydra
-    launcher = str(hydra.launcher.get("_target_"))
-    # The isolated launcher has a path in hydra_plugins, too.
-    is_plugin = "hydra_plugins." in launcher.replace(ISOLATED, "")
-    if launcher == REMOTE or is_plugin or hydra.launcher.get("n_jobs", 1) != 1:
+    if hydra.launcher.get("_target_") not in OWN_LAUNCHERS or hydra.launcher.get("n_jobs", 1) != 1:
         raise ConfigError(
             f"mode={config.mode} times its trials on this machine, one after another. Leave "
             "launcher= and hydra.launcher.n_jobs= out; on a cluster, start the command in a job of "
             "its own."
         )
-    swept = [o for o in overrides if o.is_sweep_override() and o.get_key_element() != "precision"]
-    if swept:
-        key = swept[0].get_key_element()
-        raise ConfigError(
-            f"mode={config.mode} answers for one config, and {swept[0].input_line} names several. "
-            f"Type one value of {key}; advise.seeds=5 repeats trials with other seeds."
-        )
+    for override in overrides:
+        key = override.get_key_element()
+        if override.is_sweep_override() and key != "precision":
+            raise ConfigError(
+                f"mode={config.mode} answers for one config, and {override.input_line} names "
+                f"several. Type one value of {key}; advise.seeds=5 repeats trials with other seeds."
+            )
 
 
 def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
@@ -381,7 +377,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
 
 def _command_words(config: DictConfig, config_dir: Path | None) -> list[str]:
     """Return the words of a command with the same config folder and config name."""
-    words = ["python", "-m", "runner"]
+    words = [*RUNNER_COMMAND]
     if config_dir is not None:
         words += ["--config-dir", os.path.relpath(config_dir)]
     if config.hydra.job.config_name != "config":
@@ -403,27 +399,26 @@ def _typed_precisions(
         ConfigError: one of them is not the name of a precision, or mode=gate has not one of them.
     """
     override = next((o for o in overrides if o.get_key_element() == "precision"), None)
-    if override is None and mode == "gate":
-        raise ConfigError(
-            "mode=gate asks about one precision. Type precision=<it>, as in precision=bf16-true."
-        )
     if override is None:
+        if mode == "gate":
+            raise ConfigError(
+                "mode=gate asks about one precision. Type precision=<it>, as in "
+                "precision=bf16-true."
+            )
         return None
-    lists = (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP)
     values = [override.value()]
     if override.is_sweep_override():
-        if override.value_type not in lists:
+        if override.value_type not in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP):
             raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
         values = [*override.sweep_string_iterator()]
     # The strings of a sweep keep the quotes that were typed.
     plain = [str(value).strip("'\"") for value in values]
     # Each precision once: an alias and its name may both have been typed.
-    names = list(dict.fromkeys(RunSpec.PRECISION_ALIASES.get(name, name) for name in plain))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        given = f"precision={unknown[0]} is not known."
-        hint = option_hint("precision", unknown[0], known)
-        raise ConfigError(f"{given}{hint} Allowed: {', '.join(known)}.")
+    names = [*dict.fromkeys(RunSpec.PRECISION_ALIASES.get(name, name) for name in plain)]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        hint = option_hint("precision", unknown, known)
+        raise ConfigError(f"precision={unknown} is not known.{hint} Allowed: {', '.join(known)}.")
     if mode == "gate" and len(names) > 1:
         raise ConfigError(
             f"mode=gate asks about one precision, and precision={','.join(names)} names "
@@ -513,9 +508,8 @@ def trainable_here(
         # float64 costs time and memory, and can only win on quality.
         is_float64 = precision.storage is torch.float64
         cannot_win = is_float64 and spec.section(AdviseSpec).objective != "quality"
-        # Weights for a later packing cost time and quality now.
-        cannot_win = cannot_win or bool(precision.trains_for)
-        if not (trains_nothing or cannot_win):
+        # Weights for a later packing (trains_for) cost time and quality now.
+        if not (trains_nothing or cannot_win or precision.trains_for):
             yield row.name
 
 

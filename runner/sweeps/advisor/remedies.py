@@ -5,9 +5,8 @@ override: a rule of precision.update, or the smallest set of modules to keep out
 One seed chooses a remedy, other seeds verify it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from time import perf_counter
 
 import torch
@@ -16,10 +15,8 @@ from torch import nn
 from runner.core import Precision, RunResult, targets
 from runner.diagnostics.numerics import Numerics
 from runner.output.console import plain_console
-from runner.sweeps.advisor.advise_command import AdviseCommand
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.verdict.advise_request import AdviseRequest
-from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, rank_precisions
+from runner.sweeps.verdict.ranking import PrecisionVerdict
 from runner.sweeps.verdict.statistics import Verdict
 
 FLOAT32 = "32-true"
@@ -82,7 +79,7 @@ def diagnose(numbers: Numerics, precision: Precision) -> Diagnosis:
                 suspects[module] = None
     stored = [fmt for fmt, kinds in precision.formats.items() if "updates" in kinds]
     loses_updates = any(numbers.sensitivity(fmt, ("updates",)) != "none" for fmt in stored)
-    return Diagnosis(finding, list(suspects), loses_updates)
+    return Diagnosis(finding, [*suspects], loses_updates)
 
 
 @dataclass(eq=False)
@@ -90,19 +87,16 @@ class RemedySearch:
     """The search by trials for what heals the precisions that fail.
 
     Args:
-        command: the command.
         trials: runs the jobs.
-        request: set the length of a trial.
         diagnoses: of each precision that failed; empty if they are not known.
     """
 
-    command: AdviseCommand
     trials: Trials
-    request: AdviseRequest
     diagnoses: Mapping[str, Diagnosis]
 
     def __post_init__(self) -> None:
         self.console = plain_console()
+        self.command = self.trials.command
         self._longest_trial_seconds = 0.0
 
     def search_update_rules(self) -> None:
@@ -150,7 +144,7 @@ class RemedySearch:
             if verdict.rating is Verdict.STALLED:
                 continue  # its loss is good: only a rule of precision.update keeps its updates
             key = _exclusion_key(self.command.load_precision(name))
-            overrides = self.request.overrides.get(name, ())
+            overrides = self.trials.request.overrides.get(name, ())
             if key and not any(word.startswith(key) for word in overrides):
                 self._search_modules(verdict, key, tree)
 
@@ -193,14 +187,11 @@ class RemedySearch:
     def _limit(self) -> str:
         return "" if self._has_time else " in the time that was left"
 
-    def _advice(self) -> Advice:
-        return rank_precisions(self.trials.results(), self.request)
-
     def _failing(self) -> list[PrecisionVerdict]:
         """Return the verdicts on precisions that fail, and that no remedy has healed so far."""
         plain = []
         healed = set()
-        for verdict in self._advice().verdicts:
+        for verdict in self.trials.advice().verdicts:
             if not verdict.group.settings:
                 plain.append(verdict)
             elif verdict.is_acceptable:
@@ -216,11 +207,11 @@ class RemedySearch:
             max_gap: see _max_gap().
         """
         (seed,) = self.command.trial_seeds(1)
-        result = self._run_trial(verdict.group.precision, override, seed)
-        loss = self.request.judged_loss(result.metrics) if result else None
+        result = self._run_trial(verdict.group.precision, seed, override)
+        loss = self.trials.request.judged_loss(result.metrics) if result else None
         if result is None or result.outcome != "finished" or loss is None:
-            loss = inf
-        return loss - self._advice().baseline_losses[seed] <= max_gap
+            return False
+        return loss - self.trials.advice().baseline_losses[seed] <= max_gap
 
     def _max_gap(self, verdict: PrecisionVerdict) -> float:
         """Return the largest gap to the baseline's loss with which a remedy is accepted.
@@ -228,27 +219,26 @@ class RemedySearch:
         It is advise.max_gap, or two standard deviations of the baseline's loss between seeds, or a
         share of the gap that the precision has without a remedy, if that is larger.
         """
-        margin = self.request.max_gap
+        margin = self.trials.request.max_gap
         if margin is None:
             # One trial decides, and seeds alone seldom put a loss further away than two deviations.
-            margin = 2 * self._advice().baseline_spread
+            margin = 2 * self.trials.advice().baseline_spread
         if verdict.test is None or verdict.rating is not Verdict.WORSE:
             return margin
         return max(margin, ACCEPTED_GAP_SHARE * verdict.test.value)
 
-    def _run_trial(self, name: str, override: str, seed: int) -> RunResult | None:
-        """Return the result of one trial with an override, None if the budget has no time for it.
+    def _run_trial(self, name: str, seed: int, *remedy: str) -> RunResult | None:
+        """Return the result of one trial, None if the budget has no time for it.
 
         Args:
             name: of the precision.
-            override: the remedy; empty for none.
             seed: the trial's.
+            remedy: the override to try, if any.
         """
         if not self._has_time:
             return None
         began = perf_counter()
-        words = [*self.request.length_overrides(name), *filter(None, [override])]
-        result = self.trials.launch(self.command.trial_overrides(name, seed, *words))
+        result = self.trials.run(name, seed, *remedy)
         self._longest_trial_seconds = max(self._longest_trial_seconds, perf_counter() - began)
         return result
 
@@ -261,14 +251,15 @@ class RemedySearch:
         """
         self.console.print(f"{name}: {override} helps; verifying it with other seeds")
         # A remedy that was chosen by a seed's loss is biased towards that seed.
-        for seed in self.command.trial_seeds(self.request.seeds + 1)[1:]:
+        request = self.trials.request
+        for seed in self.command.trial_seeds(request.seeds + 1)[1:]:
             # The baseline has no loss for the last seed, which is one after those of the rounds.
-            if seed not in self._advice().baseline_losses:
-                self._run_trial(self.request.baseline, "", seed)
-            if self._run_trial(name, override, seed) is None:
+            if seed not in self.trials.advice().baseline_losses:
+                self._run_trial(request.baseline, seed)
+            if self._run_trial(name, seed, override) is None:
                 break
         verified = f"{name} {override}"
-        if any(one.name == verified and one.is_failing for one in self._advice().verdicts):
+        if any(one.name == verified and one.is_failing for one in self.trials.advice().verdicts):
             self.console.print(f"{verified}: with other seeds it does not help")
 
 
@@ -310,64 +301,44 @@ def find_minimal_set(
     Returns:
         None if not even all modules together are enough.
     """
-    rank = {name: place for place, name in enumerate(suspects)}
-    top = sorted(tree[""], key=lambda name: _suspicion_rank(name, rank))
+
+    def suspicion(name: str) -> int:
+        """Return the place of the most suspicious module in a module, 0 the highest."""
+        inside = (i for i, each in enumerate(suspects) if f"{each}.".startswith(f"{name}."))
+        return next(inside, len(suspects))
+
+    def leave_out(modules: Modules) -> Modules:
+        """Return the set without the modules that can be left out one after another."""
+        # Zeller and Hildebrandt's ddmin ("Simplifying and Isolating Failure-Inducing Input", 2002),
+        # one module at a time. The least suspicious first, which can most probably be left out.
+        for name in sorted(modules, key=suspicion, reverse=True):
+            fewer = tuple(other for other in modules if other != name)
+            # The empty set is the precision itself, which fails.
+            if fewer and is_enough(fewer):
+                modules = fewer
+        return modules
+
+    def narrower(modules: Modules) -> Iterator[Modules]:
+        """Yield the sets with one module replaced by few of its parts that are enough."""
+        for name in modules:
+            others = tuple(other for other in modules if other != name)
+            parts = sorted(tree.get(name, ()), key=suspicion)
+            # The two most suspicious parts are tried alone; a single part is tried as all parts.
+            alone = parts[:2] if len(parts) > 1 else []
+            yield from filter(is_enough, ((*others, part) for part in alone))
+            # Not even all parts are enough where the module's own arithmetic needs float32.
+            if parts and is_enough((*others, *parts)):
+                yield leave_out((*others, *parts))
+
     # One, two and four suspects, then everything. Each set is a trial: a right suspicion is
     # confirmed by the first, and a wrong one costs three before the search starts from all modules.
     starts = [tuple(suspects[:n]) for n in (1, 2, 4) if n <= len(suspects)]
-    modules = next((start for start in [*starts, tuple(top)] if is_enough(start)), None)
-    if modules is None:
-        return None
-    modules = _leave_out(modules, rank, is_enough)
+    starts.append(tuple(sorted(tree[""], key=suspicion)))
+    enough = next(filter(is_enough, starts), None)
     # One level of the tree at a time: large modules that can be left out are never taken apart, and
     # trials are spent below the others only.
-    while True:
-        narrower = _narrow_once(modules, tree, rank, is_enough)
-        if narrower is None:
-            return modules
-        modules = narrower
-
-
-def _suspicion_rank(name: str, rank: Mapping[str, int]) -> int:
-    """Return the rank of a module: that of the most suspicious module in it, 0 the highest."""
-    ranks = [place for s, place in rank.items() if s == name or s.startswith(f"{name}.")]
-    return min(ranks, default=len(rank))
-
-
-def _leave_out(
-    modules: Modules, rank: Mapping[str, int], is_enough: Callable[[Modules], bool]
-) -> Modules:
-    """Return the set without the modules that can be left out one after another."""
-    # Zeller and Hildebrandt's ddmin ("Simplifying and Isolating Failure-Inducing Input", 2002),
-    # one module at a time. The least suspicious first, which can most probably be left out.
-    for name in sorted(modules, key=lambda name: -_suspicion_rank(name, rank)):
-        fewer = tuple(other for other in modules if other != name)
-        # The empty set is the precision itself, which fails.
-        if fewer and is_enough(fewer):
-            modules = fewer
-    return modules
-
-
-def _narrow_once(
-    modules: Modules,
-    tree: Mapping[str, Sequence[str]],
-    rank: Mapping[str, int],
-    is_enough: Callable[[Modules], bool],
-) -> Modules | None:
-    """Return the set with one module replaced by as few of its parts as are enough.
-
-    Returns:
-        None if no module can be replaced.
-    """
-    for name in modules:
-        others = tuple(other for other in modules if other != name)
-        parts = sorted(tree.get(name, ()), key=lambda part: _suspicion_rank(part, rank))
-        # The two most suspicious parts are tried alone; a single part is tried as all parts.
-        parts_alone = parts[:2] if len(parts) > 1 else []
-        for part in parts_alone:
-            if is_enough((*others, part)):
-                return (*others, part)
-        # Not even all parts are enough where the module's own arithmetic needs float32.
-        if parts and is_enough((*others, *parts)):
-            return _leave_out((*others, *parts), rank, is_enough)
-    return None
+    smaller = leave_out(enough) if enough else None
+    while smaller:
+        enough = smaller
+        smaller = next(narrower(enough), None)
+    return enough

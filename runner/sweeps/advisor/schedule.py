@@ -12,7 +12,6 @@ resuming and the report are those of any sweep.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, final
@@ -43,7 +42,6 @@ from runner.sweeps.verdict.advise_request import (
     AdviseRequest,
 )
 from runner.sweeps.verdict.gate import NOT_TRAINED, GateVerdict, gate_verdict
-from runner.sweeps.verdict.ranking import Advice, rank_precisions
 from runner.sweeps.verdict.statistics import MIN_SEEDS, Verdict
 
 BASELINE_BUDGET_SHARE = 0.05
@@ -75,19 +73,18 @@ class TrialScheduler:
     """The trials of one command with mode=advise.
 
     Args:
-        command: the command.
-        trials: runs the jobs.
-        resumed: request of an earlier command, whose trials are continued with the same lengths.
+        trials: of the command, which runs the jobs.
     """
 
-    def __init__(
-        self, command: AdviseCommand, trials: Trials, resumed: AdviseRequest | None = None
-    ) -> None:
-        self.command = command
+    def __init__(self, trials: Trials) -> None:
+        self.command = trials.command
         self.trials = trials
         self.console = plain_console()
-        self.request = resumed or command.request
-        self._is_resumed = resumed is not None
+
+    @property
+    def request(self) -> AdviseRequest:
+        """Return the request with what was measured so far."""
+        return self.trials.request
 
     def run(self) -> None:
         """Run all trials.
@@ -100,13 +97,13 @@ class TrialScheduler:
         self.trials.announce(0)
         others = OtherPrograms()
         # A resumed command keeps the length of its finished trials, to compare further ones.
-        if not self._is_resumed:
+        if not self.trials.is_resumed:
             self._set_budget(self._measure_baseline(), others)
         command = self.command
         pairs = product(command.precisions, command.trial_seeds(self.request.seeds))
         self.trials.announce(sum(command.recorded_result(*pair) is None for pair in pairs))
         if self.request.mode == "gate":
-            run_gate_rounds(command, self.trials, self.request)
+            run_gate_rounds(self.trials)
             return
         self._run_rounds()
         # How many trials a search takes is not known before.
@@ -114,14 +111,9 @@ class TrialScheduler:
         self._diagnose_and_search()
         self._forecast_memory()
 
-    def _write(self, **measured: Any) -> None:
-        """Write the request with what was measured to the sweep's folder, for the report."""
-        self.request = replace(self.request, **measured)
-        self.request.write(self.trials.folder)
-
     def _diagnose_and_search(self) -> None:
         """Find what is wrong with the precisions that fail, and what heals them."""
-        advice = self._advice()
+        advice = self.trials.advice()
         failing = [verdict.group.precision for verdict in advice.verdicts if verdict.is_failing]
         # Nothing is recommended if not even the baseline trains.
         if not failing or advice.recommendation is None:
@@ -131,7 +123,7 @@ class TrialScheduler:
         if len(advice.baseline_losses) < 2:
             self.console.print("no time to search for what heals a precision that fails")
             return
-        search = RemedySearch(self.command, self.trials, self.request, diagnoses)
+        search = RemedySearch(self.trials, diagnoses)
         asked = self.command.spec.section(AdviseSpec)
         if asked.update_rules:
             search.search_update_rules()
@@ -144,13 +136,12 @@ class TrialScheduler:
         device = self.command.device
         batch_size = spec.train.batch_size
         forecasts = {}
-        for verdict in self._advice().verdicts:
+        for verdict in self.trials.advice().verdicts:
+            name = verdict.group.precision
             # The forecast knows no remedies; an emulated precision takes other memory here than on
             # its hardware.
-            is_forecastable = not (verdict.group.settings or verdict.is_emulated)
-            if not verdict.is_acceptable or not is_forecastable:
+            if verdict.group.settings or verdict.is_emulated or not verdict.is_acceptable:
                 continue
-            name = verdict.group.precision
             # Precisions are judged without a forecast, too.
             with suppress(RunnerError):
                 precision = self.command.load_precision(name)
@@ -159,7 +150,7 @@ class TrialScheduler:
                 usable = free_memory(device) * USABLE_MEMORY_SHARE
                 largest = largest_fitting_batch(forecast, batch_size, usable)
                 forecasts[name] = {"peak_mib": peak, "largest_batch": largest or 0}
-        self._write(memory=forecasts)
+        self.trials.update_request(memory=forecasts)
 
     def _diagnose(self, failing: Sequence[str]) -> dict[str, Diagnosis]:
         """Train float32 once more with snapshots of its numbers, and write what they say.
@@ -174,22 +165,19 @@ class TrialScheduler:
         # Numbers are read by hooks, which need eager modules: a config with train.compile is
         # refused together with numerics.every.
         eager = ("train.compile=false", "train.compile_rounding=fused")
-        length = self.request.length_overrides(FLOAT32)
-        words = [*length, f"numerics.every={every}", *eager]
         if self.trials.remaining_seconds <= 0:
             return {}
-        trial = self.command.trial_overrides(FLOAT32, self.command.spec.seed, *words)
-        result = self.trials.launch(trial)
-        if result is None or result.status != "finished":
-            return {}
-        try:
-            numbers = read(self.trials.folder / Path(result.folder).name)
-        except RunnerError:
-            return {}
-        # A precision may fail both by itself and with a set of modules.
-        diagnoses = {name: diagnose(numbers, self.command.load_precision(name)) for name in failing}
+        words = (f"numerics.every={every}", *eager)
+        result = self.trials.run(FLOAT32, self.command.spec.seed, *words)
+        diagnoses = {}
+        if result and result.status == "finished":
+            with suppress(RunnerError):
+                numbers = read(self.trials.folder / Path(result.folder).name)
+                # A precision may fail both by itself and with a set of modules.
+                for name in failing:
+                    diagnoses[name] = diagnose(numbers, self.command.load_precision(name))
         findings = {name: diagnosis.finding for name, diagnosis in diagnoses.items()}
-        self._write(diagnoses=findings)
+        self.trials.update_request(diagnoses=findings)
         return diagnoses
 
     def _measure_baseline(self) -> RunResult:
@@ -198,32 +186,29 @@ class TrialScheduler:
         Raises:
             ConfigError: the baseline does not train.
         """
-        command = self.command
+        spec = self.command.spec
+        baseline = self.request.baseline
         seconds = max(1.0, BASELINE_BUDGET_SHARE * self.trials.budget)
         words = [f"train.max_seconds={seconds:g}", f"train.eval_every={_UNREACHED_STEP}"]
         # No longer than a trial, or the whole run, takes.
-        limits = [n for n in (command.spec.train.max_steps, self.request.steps) if n]
+        limits = [n for n in (spec.train.max_steps, self.request.steps) if n]
         if limits:
             words.append(f"train.max_steps={min(limits)}")
-        time = f"{seconds:.0f} s at most"
-        self.console.print(f"{self.request.baseline} for {time}, to measure its step time")
+        self.console.print(f"{baseline} for {seconds:.0f} s at most, to measure its step time")
         # The job is deleted below, and a store would keep its run.
-        trial = command.trial_overrides(
-            self.request.baseline, command.spec.seed, *words, is_tracked=False
-        )
+        trial = self.command.trial_overrides(baseline, spec.seed, *words, is_tracked=False)
         self.trials.record_shared_overrides(trial)
         result = self.trials.launch(trial)
         self.trials.delete_jobs()
         if result is None or result.status != "finished" or not result.step_ms:
-            none = f"{self.request.baseline} took no step: there is nothing to compare."
-            raise ConfigError((result.error if result else "") or none)
+            reason = f"{baseline} took no step: there is nothing to compare."
+            raise ConfigError(result.error or reason if result else reason)
         return result
 
-    def _choose_steps(self, planned: int, step_seconds: float, overhead_seconds: float) -> int:
+    def _affordable_steps(self, step_seconds: float, overhead_seconds: float) -> int:
         """Return the number of optimizer steps of a trial that the budget allows.
 
         Args:
-            planned: steps of the whole run.
             step_seconds: of the baseline.
             overhead_seconds: time of a job besides its steps.
         """
@@ -234,11 +219,10 @@ class TrialScheduler:
         count = self.request.seeds * round_cost
         seconds = TRIALS_BUDGET_SHARE * self.trials.budget / count - overhead_seconds
         # Twice the time, because rounding down may take up to 60 % of it.
-        least = max(MIN_TRIAL_STEPS, _round_down(2 * MIN_TIMED_SECONDS / step_seconds))
+        least = _round_down(2 * MIN_TIMED_SECONDS / step_seconds)
         # A round number, so that the same machine gives the same one again although measured step
         # times differ a little.
-        affordable = _round_down(seconds / step_seconds)
-        return min(planned, max(least, affordable))
+        return max(MIN_TRIAL_STEPS, least, _round_down(seconds / step_seconds))
 
     def _set_budget(self, timed: RunResult, others: OtherPrograms) -> None:
         """Set the length of the trials, and write the request.
@@ -261,14 +245,13 @@ class TrialScheduler:
         # Besides its steps a run may compile, which the trials do as well.
         other_seconds = max(0.0, timed.seconds - timed.steps * step_seconds)
         overhead = other_seconds + JOB_OVERHEAD_SECONDS
-        planned = timed.planned_steps
-        asked = self.request.steps
-        steps = min(planned, asked or self._choose_steps(planned, step_seconds, overhead))
+        steps = self.request.steps or self._affordable_steps(step_seconds, overhead)
+        steps = min(timed.planned_steps, steps)
         if command.recorded:
             # Losses after unequal numbers of steps could not be compared.
             steps = command.recorded[0].steps
         slack = min(MAX_TIMEOUT_SLACK_SECONDS, TIMEOUT_SLACK_BUDGET_SHARE * self.trials.budget)
-        self._write(
+        self.trials.update_request(
             steps=steps,
             seconds=math.ceil(TIMEOUT_TIME_RATIO * steps * step_seconds + slack),
             # The processors' load changes a CPU's step times only.
@@ -289,13 +272,13 @@ class TrialScheduler:
         Args:
             trial_seconds: of the baseline, by its step time.
         """
+        request = self.request
         names = self.command.precisions
         seconds = MIN_SEEDS * trial_seconds * len(names)
         if seconds > self.trials.remaining_seconds:
-            time = fmt.format_duration(seconds)
-            text = f"warning: {MIN_SEEDS} seeds of each precision take about {time}"
-            self.console.print(f"{text}, and advise.budget={self.request.budget}.")
-        text = f"{self.request.steps} steps, {self.request.seeds} seeds, {len(names)} precisions"
+            text = f"{MIN_SEEDS} seeds of each precision take about {fmt.format_duration(seconds)}"
+            self.console.print(f"warning: {text}, and advise.budget={request.budget}.")
+        text = f"{request.steps} steps, {request.seeds} seeds, {len(names)} precisions"
         self.console.print(f"{text}: {', '.join(names)}")
 
     def _run_rounds(self) -> None:
@@ -304,7 +287,7 @@ class TrialScheduler:
         Precisions that failed are left out, and so are the least promising ones where the budget
         would give no verdict on all. A round that the budget has no time for is not begun.
         """
-        running = list(self.command.precisions)
+        running = [*self.command.precisions]
         seconds: dict[str, float] = {}
         has_diverged = False
         for number, seed in enumerate(self.command.trial_seeds(self.request.seeds)):
@@ -315,13 +298,13 @@ class TrialScheduler:
             turn = number % len(running)
             results = self._run_round(running[turn:] + running[:turn], seed)
             # Another trial of a recorded baseline takes no time.
-            seconds = {
-                r.precision: 0.0 if r in self.command.recorded else r.seconds + JOB_OVERHEAD_SECONDS
-                for r in results
-            }
+            finished = set()
+            for r in results:
+                is_recorded = r in self.command.recorded
+                seconds[r.precision] = 0.0 if is_recorded else r.seconds + JOB_OVERHEAD_SECONDS
+                if r.outcome == "finished" and r.steps >= self.request.steps:
+                    finished.add(r.precision)
             # What failed or was too slow with one seed is not tried with another.
-            ended = [r for r in results if r.steps >= self.request.steps]
-            finished = {r.precision for r in ended if r.outcome == "finished"}
             running = [name for name in running if name in finished]
             has_diverged |= any(r.outcome == "diverged" for r in results)
             # The baseline alone needs further seeds only to judge a diverged precision with a
@@ -341,8 +324,7 @@ class TrialScheduler:
             if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
-            length = self.request.length_overrides(name)
-            result = self.trials.launch(self.command.trial_overrides(name, seed, *length))
+            result = self.trials.run(name, seed)
             if result is not None:
                 results.append(result)
         return results
@@ -365,21 +347,20 @@ class TrialScheduler:
             rounds: rounds that a verdict still takes.
         """
         baseline = next(r for r in results if r.precision == self.request.baseline)
-        merits = {r.precision: self._merit(r, baseline) for r in results if r.precision in names}
+        merits = {r.precision: self._merit(r, baseline) for r in results}
         others = [name for name in names if name != self.request.baseline]
         others.sort(key=lambda name: merits[name], reverse=True)
         remaining = self.trials.remaining_seconds - rounds * seconds[self.request.baseline]
-        chosen = {self.request.baseline}
-        for name in others:
+        dropped = []
+        for place, name in enumerate(others):
             # Also for one that is dropped: a less promising precision does not take its place.
             remaining -= rounds * seconds[name]
             # One besides the baseline stays in any case, or there would be nothing to compare.
-            if rounds <= 0 or remaining >= 0 or chosen == {self.request.baseline}:
-                chosen.add(name)
-        dropped = [name for name in others if name not in chosen]
+            if place and rounds > 0 and remaining < 0:
+                dropped.append(name)
         if dropped:
             self.console.print(f"no time for more seeds of {', '.join(dropped)}")
-        return [name for name in names if name in chosen]
+        return [name for name in names if name not in dropped]
 
     def _merit(self, result: RunResult, baseline: RunResult) -> float:
         """Return how good one trial is by the objective; larger is better."""
@@ -393,10 +374,6 @@ class TrialScheduler:
                 loss = self.request.judged_loss(result.metrics)
                 return -math.inf if loss is None else -loss
 
-    def _advice(self) -> Advice:
-        """Return what the trials so far say."""
-        return rank_precisions(self.trials.results(), self.request)
-
 
 def _round_down(number: float) -> int:
     """Return the next of 1, 2, 5, 10, 20, ... downwards; 0 below 1."""
@@ -406,21 +383,20 @@ def _round_down(number: float) -> int:
     return next(factor * power for factor in (5, 2, 1) if factor * power <= number)
 
 
-def run_gate_rounds(command: AdviseCommand, trials: Trials, request: AdviseRequest) -> None:
+def run_gate_rounds(trials: Trials) -> None:
     """Run a trial of the baseline and of mode=gate's precision for each seed, until it is decided.
 
     Args:
-        command: the command.
-        trials: runs the jobs.
-        request: set the length of a trial, the bar and the largest number of seeds.
+        trials: of the command, which runs the jobs.
 
     Raises:
         ConfigError: the precision does not train.
         SystemExit: a signal has stopped the sweep.
     """
     console = plain_console()
+    command = trials.command
     longest_seconds = 0.0
-    for number, seed in enumerate(command.trial_seeds(request.seeds)):
+    for number, seed in enumerate(command.trial_seeds(trials.request.seeds)):
         if trials.remaining_seconds < longest_seconds:
             console.print(f"the budget ends after {number} seeds")
             break
@@ -430,10 +406,9 @@ def run_gate_rounds(command: AdviseCommand, trials: Trials, request: AdviseReque
         for precision in order:
             # The baseline's trials may be recorded.
             if command.recorded_result(precision, seed) is None:
-                length = request.length_overrides(precision)
-                trials.launch(command.trial_overrides(precision, seed, *length))
+                trials.run(precision, seed)
         longest_seconds = max(longest_seconds, before - trials.remaining_seconds)
-        verdict = _checked_verdict(command, trials, request)
+        verdict = _checked_verdict(trials)
         if verdict.looks:
             look = verdict.looks[-1]
             console.print(f"{look.seeds} seeds: {verdict.decision}, {verdict.reason}")
@@ -443,16 +418,16 @@ def run_gate_rounds(command: AdviseCommand, trials: Trials, request: AdviseReque
             break
 
 
-def _checked_verdict(command: AdviseCommand, trials: Trials, request: AdviseRequest) -> GateVerdict:
+def _checked_verdict(trials: Trials) -> GateVerdict:
     """Return the verdict of mode=gate so far.
 
     Raises:
         ConfigError: the precision or the baseline does not train.
     """
-    advice = rank_precisions(trials.results(), request)
+    advice = trials.advice()
     # Where the baseline does not train, a precision that does not either is no worse.
     for each in advice.verdicts:
-        if each.name == request.baseline and each.rating not in _TRAINED:
+        if each.name == trials.request.baseline and each.rating not in _TRAINED:
             raise ConfigError(
                 f"mode=gate has no answer: the baseline {each.name} itself does not train "
                 f"({each.rating}). Type another advise.baseline, or settings that it trains with."
@@ -460,7 +435,8 @@ def _checked_verdict(command: AdviseCommand, trials: Trials, request: AdviseRequ
     verdict = gate_verdict(advice)
     if verdict is None or verdict.precision.rating in NOT_TRAINED:
         reason = verdict.reason if verdict else "no trial wrote a result"
-        raise ConfigError(f"mode=gate has no answer for {command.precisions[1]}: {reason}.")
+        precision = trials.command.precisions[1]
+        raise ConfigError(f"mode=gate has no answer for {precision}: {reason}.")
     return verdict
 
 
@@ -504,8 +480,5 @@ class AdviseSweeper(Sweeper):
         OmegaConf.save(self._config, folder / "multirun.yaml")
         command = AdviseCommand.from_config(self._config)
         resumes = bool(self._config.hydra.callbacks.sweep.resume)
-        resumed = AdviseRequest.read(folder) if resumes else None
-        budget = command.spec.section(AdviseSpec).seconds or 0.0
-        trials = Trials(self._launcher, folder, budget, resumes)
-        TrialScheduler(command, trials, resumed).run()
+        TrialScheduler(Trials(command, self._launcher, folder, resumes)).run()
         return None

@@ -12,10 +12,9 @@ status through one pipe, output through two more, and `result.json` in the job's
 what came of the job. The job's record is the journal in its folder, which the sweep's process names
 to its writer process: MLflow is imported once for all jobs.
 
-Reading order: `isolated` (the launcher, and the JobRunner: so many jobs at once), `job_request`
-(what is sent), `job_process` (one job, seen from the sweep), `fork_server` (the process that
-forks), `job_main` (the job's own process), then `runner/tracking/writer_process.py` (the sweep
-finds the job's journal) and `writer/uploader.py` (journal to MLflow). Not on that path:
-`stop_requests` (signals), and `remote` (Slurm, Ray, joblib, whose processes run one job each
-through a JobRunner).
+Reading order: `isolated` (the launcher, and the JobRunner: so many jobs at once), `job_process`
+(one job, seen from the sweep), `fork_server` (the process that forks), `job_request` (what is sent,
+and the job's own process), then `runner/tracking/writer_process.py` (the sweep finds the job's
+journal) and `writer/uploader.py` (journal to MLflow). Not on that path: `remote` (Slurm, Ray,
+joblib, whose processes run one job each through a JobRunner).
 """

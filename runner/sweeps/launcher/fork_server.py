@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from runner.core import stop_signals
-from runner.sweeps.launcher.job_request import STATUS_STRUCT
+from runner.sweeps.launcher.job_request import STATUS_STRUCT, run_job_process
 
 REQUEST_FD_COUNT = 4
 """Number of file descriptors in a request: the pipe that the JobRequest comes through, the status
@@ -34,20 +34,17 @@ PRELOADED_MODULES = (
         "runner.core.run.run",
         "runner.modes.train",
         "runner.sweeps.hydra_callback",
-        "runner.sweeps.launcher.job_main",
         "torch.export",
         "torch._dynamo",
         "sklearn.datasets",
         "sklearn.model_selection",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
     )
     if sys.platform == "linux"
     else ()  # Apple's frameworks break in a forked process
 )
 """Modules that most jobs need, imported before the first fork."""
-LATE_MODULES = (
-    ("matplotlib.figure", "matplotlib.backends.backend_agg") if sys.platform == "linux" else ()
-)
-"""Modules that some jobs need, imported after the first fork, while no request waits."""
 
 
 def run_fork_server(fd: int) -> None:
@@ -66,23 +63,15 @@ def run_fork_server(fd: int) -> None:
     # Imports make objects that stay: searching them for garbage takes a tenth of the time.
     gc.disable()
     for name in PRELOADED_MODULES:
-        _import(name)
-    _freeze_garbage()
+        with suppress(ImportError):  # a job that needs the module reports the error
+            import_module(name)
+    # A garbage collection in a job would write to every page that it shares with this process.
+    gc.collect()
+    gc.freeze()
     gc.enable()
     ForkServer(socket.socket(fileno=fd), job_handlers).run()
     # Python's own exit would take the imported modules down, which takes longer than all else.
     os._exit(0)
-
-
-def _import(name: str) -> None:
-    with suppress(ImportError):  # a job that needs the module reports the error
-        import_module(name)
-
-
-def _freeze_garbage() -> None:
-    # A garbage collection in a job would write to every page that it shares with this process.
-    gc.collect()
-    gc.freeze()
 
 
 class ForkServer:
@@ -98,9 +87,6 @@ class ForkServer:
         self._job_handlers = job_handlers
         self._status_pipes: dict[int, int] = {}
         """File descriptor of each running job's status pipe, by process id."""
-        self._has_forked = False
-        self._late_modules: list[str] = []
-        """Modules that are still to be imported, the next one last; empty until the first fork."""
         self._wakeup_read, self._wakeup_write = os.pipe()
         # Python refuses a wake-up pipe on which a signal handler could block.
         os.set_blocking(self._wakeup_write, False)
@@ -111,7 +97,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_write)
         while True:
-            ready = self._wait()
+            ready = select.select([self._requests, self._wakeup_read], [], [])[0]
             if self._wakeup_read in ready:
                 # One byte for each signal; several ended jobs may share one.
                 os.read(self._wakeup_read, 4096)
@@ -124,17 +110,6 @@ class ForkServer:
                 self._fork(fds)
         for pid in self._status_pipes:
             _kill_group(pid)
-
-    def _wait(self) -> list[Any]:
-        """Return what can be read, after the late modules were imported, one after another."""
-        sources = [self._requests, self._wakeup_read]
-        while self._late_modules:
-            ready = select.select(sources, [], [], 0)[0]
-            if ready:
-                return ready
-            _import(self._late_modules.pop())
-            _freeze_garbage()
-        return select.select(sources, [], [])[0]
 
     def _fork(self, fds: list[int]) -> None:
         """Fork a process that runs the job of a request.
@@ -152,17 +127,11 @@ class ForkServer:
             # An open copy of another job's status pipe would hide that job's end from the sweep.
             for fd in (self._wakeup_read, self._wakeup_write, *self._status_pipes.values()):
                 os.close(fd)
-            # Imported before the fork where PRELOADED_MODULES names it.
-            from runner.sweeps.launcher.job_main import run_job_process
-
             run_job_process(request, status, out, err)
         # The status pipe stays open here: this process writes the exit status to it.
         self._status_pipes[pid] = status
         for fd in (request, out, err):
             os.close(fd)
-        if not self._has_forked:
-            self._has_forked = True
-            self._late_modules = [*reversed(LATE_MODULES)]
 
     def _report_ended_jobs(self) -> None:
         """Write the exit status of each ended job to its status pipe, and end its children."""

@@ -5,10 +5,14 @@ Hydra calls IsolatedLauncher, which runs the jobs through a JobRunner.
 
 import atexit
 import math
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from select import select
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import NamedTuple, final
 
@@ -19,9 +23,8 @@ from omegaconf import DictConfig
 
 from runner.config.hydra_plugins import register
 from runner.config.overrides import override_texts
-from runner.core import ConfigError, RunResult, fmt, layout, terminal
+from runner.core import ConfigError, RunResult, fmt, layout, stop_signals, terminal
 from runner.output.notebook_log import NotebookLog
-from runner.sweeps.job_result import job_invocation, job_words, record_result
 from runner.sweeps.launcher.job_process import ForkServerClient, JobProcess
 from runner.sweeps.launcher.job_request import (
     JobRequest,
@@ -29,7 +32,7 @@ from runner.sweeps.launcher.job_request import (
     job_folder,
     job_hydra_config,
 )
-from runner.sweeps.launcher.stop_requests import StopRequests
+from runner.sweeps.manifest import job_invocation, job_words, record_result
 from runner.sweeps.sweep_progress import job_label, print_job_line
 from runner.tracking.upload_state import JournalStatus
 from runner.tracking.writer_process import JobJournal, shared_writer
@@ -48,18 +51,74 @@ _fork_server: ForkServerClient | None = None
 def shared_fork_server() -> ForkServerClient:
     """Return this process's fork server, one for all its sweeps; a new one if it was killed."""
     global _fork_server
-    if _fork_server is None:
-        atexit.register(_close_fork_server)
-        _fork_server = ForkServerClient()
-    if not _fork_server.is_alive:
-        _fork_server.close()
+    if _fork_server is None or not _fork_server.is_alive:
+        _close_fork_server()
         _fork_server = ForkServerClient()
     return _fork_server
 
 
+@atexit.register
 def _close_fork_server() -> None:
     if _fork_server is not None:
         _fork_server.close()
+
+
+class StopRequests(stop_signals.SignalHandler):
+    """Context that queues signals for a selector, so that none interrupts the launcher.
+
+    The file descriptor of `fileno` becomes readable when a signal comes.
+
+    Args:
+        stop_file: a file that holds a signal's number once a stop is requested from a process that
+            cannot send signals here.
+
+    Attributes:
+        received_signals: numbers of the signals that `read_new_signals` has returned, in order.
+    """
+
+    def __init__(self, stop_file: Path | None = None) -> None:
+        super().__init__()
+        self.received_signals: list[int] = []
+        self._stop_file = stop_file
+        self._read_end, self._write_end = os.pipe()
+        self._times: list[float] = []
+        """When each of received_signals was read."""
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__()
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def handle_signal(self, number: int) -> None:
+        """Queue a signal for `read_new_signals`."""
+        # A selector that waits is woken by the byte; a handler must not do more than that.
+        os.write(self._write_end, bytes([number]))
+
+    def fileno(self) -> int:
+        """Return the file descriptor that a selector waits on."""
+        return self._read_end
+
+    def read_new_signals(self) -> list[int]:
+        """Return signals received since the last call; those within 0.5 s count as one."""
+        # The signal that the stop file names, once, unless a signal came before.
+        if not self._times and self._stop_file is not None and self._stop_file.exists():
+            self.handle_signal(int(self._stop_file.read_text()))
+            self._stop_file = None
+        new = [*os.read(self._read_end, 64)] if select([self], [], [], 0)[0] else []
+        now = time.monotonic()
+        if not self._times:
+            # Signals that came together are one request.
+            del new[1:]
+        elif now - self._times[0] < stop_signals.COALESCE_SECONDS:
+            # A batch system may signal every process, and a process may pass a signal on.
+            return []
+        self._times += [now] * len(new)
+        self.received_signals += new
+        return new
+
+    def seconds_since_second_signal(self) -> float:
+        """Return the seconds since the second signal, 0 before it."""
+        return time.monotonic() - self._times[1] if len(self._times) > 1 else 0.0
 
 
 class _RunningJob(NamedTuple):
@@ -118,11 +177,9 @@ class JobRunner:
                 "the store",
                 shared_writer().keep_alive,
             )
-        if stop.received_signals:
-            # The exit status of a shell's command that a signal ended.
-            raise SystemExit(128 + stop.received_signals[0])
-        if self._has_failed_fast:
-            raise SystemExit(1)
+        if self._is_stopping(stop):
+            # After a signal the exit status of a shell's command that a signal ended.
+            raise SystemExit(128 + stop.received_signals[0] if stop.received_signals else 1)
         return [returns[number] for number in sorted(returns)]
 
     def _run_all(
@@ -150,8 +207,8 @@ class JobRunner:
                 sys.stdout.show_bar(self._label())
             if stop.seconds_since_second_signal() > GRACE_SECONDS:
                 self._forward([signal.SIGKILL])
-            # A list of its own: _finish removes the job from those that run.
-            for number in [n for n, job in self._running.items() if job.process.has_ended]:
+            ended = [number for number, job in self._running.items() if job.process.has_ended]
+            for number in ended:
                 folder = job_folder(self._running[number].config)
                 returns[number] = self._finish(number, stop)
                 if self._fail_fast and not self._is_stopping(stop):
@@ -199,26 +256,26 @@ class JobRunner:
         job = self._running.pop(number)
         job.process.close()
         job.journal.find()
-        folder = job_folder(job.config)
+        config = job.config
+        folder = job_folder(config)
         # A resumed job's folder may hold the result of an earlier command, which a job that is
         # finished already leaves as it is.
         version = _result_version(folder)
         is_own = version != job.earlier_result or job.process.exit_status == 0
         if version is not None and is_own:
-            return job_return(job.config, RunResult.read(folder))
+            return job_return(config, RunResult.read(folder))
         sent = [signal.SIGTERM] if self._has_failed_fast else []
-        self._record_dead_job(job, [*stop.received_signals, *sent])
-        return job_return(job.config)
+        self._record_dead_job(job, folder, [*stop.received_signals, *sent])
+        return job_return(config)
 
-    def _record_dead_job(self, job: _RunningJob, signals: Collection[int]) -> None:
+    def _record_dead_job(self, job: _RunningJob, folder: Path, signals: Collection[int]) -> None:
         """Print why a job died, write it to the job's result, and end the job's MLflow run."""
         from runner.tracking import notes
 
-        config = job.config
         reason = job.process.death_reason(signals)
-        with job_hydra_config(config):
-            record_result(config, job_folder(config), "stopped" if signals else "failed", reason)
-            print_job_line(job_folder(config), is_elsewhere=True)
+        with job_hydra_config(job.config):
+            record_result(job.config, folder, "stopped" if signals else "failed", reason)
+            print_job_line(folder, is_elsewhere=True)
             command = job_invocation(sweeping=True).command_text()
         status = "KILLED" if signals else "FAILED"
         journal = job.journal.end(status, reason, notes.failed_note(command, status, reason))
@@ -249,8 +306,7 @@ def job_return(config: DictConfig, result: RunResult | None = None) -> JobReturn
     # job's own status.
     overrides = override_texts(config.hydra.overrides.task)
     ended = JobReturn(overrides=overrides, cfg=config, status=JobStatus.COMPLETED)
-    is_finished = result is not None and result.status == "finished"
-    if result is not None and is_finished and not math.isnan(result.objective):
+    if result and result.status == "finished" and not math.isnan(result.objective):
         ended.return_value = result.objective
     return ended
 
@@ -313,8 +369,8 @@ class IsolatedLauncher(Launcher):
         numbered = [*zip(numbers, job_overrides, strict=True)]
         if is_basic:
             # Precisions of one seed one after the other: what is compared ran at about one time.
-            seeds = [*dict.fromkeys(_seed(words) for words in job_overrides)]
-            numbered.sort(key=lambda job: seeds.index(_seed(job[1])))
+            by_seed = fmt.grouped((_seed(job[1]), job) for job in numbered)
+            numbered = [*chain.from_iterable(by_seed.values())]
         jobs = (
             compose_job_config(self._context, self._config, number, overrides)
             for number, overrides in numbered

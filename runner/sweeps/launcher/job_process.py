@@ -88,6 +88,8 @@ class JobProcess:
 
     Attributes:
         has_ended: the process is gone, with all that it had started.
+        pid: process id, None until the process handles signals.
+        exit_status: of os.waitpid; None before the end, and for a job whose fork server died.
     """
 
     def __init__(
@@ -98,8 +100,9 @@ class JobProcess:
         prefix: str,
     ) -> None:
         self.has_ended = False
+        self.pid: int | None = None
+        self.exit_status: int | None = None
         self._selector = selector
-        self._status_data = b""
         # The kernel counts kills since the machine started: those of before are subtracted.
         self._oom_kills_before = oom_kills()
         self._readers: dict[io.FileIO, Callable[[], bool]] = {}
@@ -122,13 +125,6 @@ class JobProcess:
         for fd in pipes:
             os.close(fd)
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the job, None until the process handles signals."""
-        if len(self._status_data) < STATUS_STRUCT.size:
-            return None
-        return STATUS_STRUCT.unpack_from(self._status_data)[0]
-
     def send_signal(self, number: int) -> None:
         """Send a signal now, or as soon as the process handles signals."""
         # Before that, a signal would end the process without a result.
@@ -137,13 +133,6 @@ class JobProcess:
         elif not self.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-    @property
-    def exit_status(self) -> int | None:
-        """Status of os.waitpid; None before the end, and for a job whose fork server died."""
-        if len(self._status_data) < 2 * STATUS_STRUCT.size:
-            return None
-        return STATUS_STRUCT.unpack_from(self._status_data, STATUS_STRUCT.size)[0]
 
     def death_reason(self, stop_signals: Collection[int]) -> str:
         """Return why the process ended without a result.
@@ -159,10 +148,7 @@ class JobProcess:
         """Read what is still in the pipes, and close them."""
         # Without waiting: a process that is no longer in the job's process group may hold a pipe
         # open.
-        while self._readers:
-            ready = select([*self._readers], [], [], 0)[0]
-            if not ready:
-                break
+        while ready := select([*self._readers], [], [], 0)[0]:
             for source in ready:
                 self._read(source)
         for source in [*self._readers]:
@@ -188,10 +174,14 @@ class JobProcess:
 
     def _read_status(self, data: bytes) -> bool:
         """Read the process id, then the exit status; the pipe closes when the process is gone."""
-        self._status_data += data
-        if self.pid is not None and not self.has_ended:
-            while self._unsent_signals:
-                self.send_signal(self._unsent_signals.pop(0))
+        # No number is cut in two: the kernel writes as few bytes to a pipe at once.
+        for (number,) in STATUS_STRUCT.iter_unpack(data):
+            if self.pid is None:
+                self.pid = number
+                for unsent in self._unsent_signals:
+                    self.send_signal(unsent)
+            else:
+                self.exit_status = number
         self.has_ended = not data
         return bool(data)
 
@@ -249,31 +239,24 @@ def exit_reason(
         kills: processes that the kernel killed for lack of memory while the job ran.
         stop_signals: signals that the sweep sent to stop the job.
     """
+    # Negative where a signal ended the process; a shell's is 128 + the signal's number.
+    code = 0 if status is None else os.waitstatus_to_exitcode(status)
+    number = -code if code < 0 else code - 128
     # First: what a job prints or how it exits after a requested stop is no reason of its own.
-    if status is not None and _signal_number(status) in stop_signals:
-        name = signal.Signals(_signal_number(status)).name
-        return f"Stopped by {name} before it wrote a result."
+    if number in stop_signals:
+        return f"Stopped by {signal.Signals(number).name} before it wrote a result."
     if status is None:
         reason = "The fork server was killed, and this job with it."
-    elif os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        reason = f"Its process was ended by {name}"
+    elif code < 0:
         # The kernel counts such kills for the whole machine, not by process.
-        if name == "SIGKILL" and kills:
-            reason += " (out of memory: the kernel killed a process for it meanwhile)"
-        reason += "."
+        is_out_of_memory = number == signal.SIGKILL and kills
+        note = " (out of memory: the kernel killed a process for it meanwhile)"
+        reason = f"Its process was ended by {signal.Signals(number).name}"
+        reason += f"{note if is_out_of_memory else ''}."
     else:
-        code = os.WEXITSTATUS(status)
         reason = f"Its process ended with exit status {code} before it wrote a result."
     lines = last_lines(tail)
     return f"{reason} Last lines: {' | '.join(lines)}" if lines else reason
-
-
-def _signal_number(status: int) -> int:
-    """Return the signal that ended a process, directly or as an exit status of 128 + number."""
-    if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status)
-    return os.WEXITSTATUS(status) - 128
 
 
 def last_lines(text: str) -> list[str]:
@@ -283,10 +266,8 @@ def last_lines(text: str) -> list[str]:
     """
     # The report's first lines say where the crash happened; a long stack follows.
     _, crash, report = text.rpartition(_PYTHON_CRASH)
-    lines = [line.strip() for line in (crash + report).splitlines() if line.strip()]
-    if crash:
-        return lines[: _REASON_LINES + 1]
-    return lines[-_REASON_LINES:]
+    lines = [*filter(None, map(str.strip, (crash + report).splitlines()))]
+    return lines[: _REASON_LINES + 1] if crash else lines[-_REASON_LINES:]
 
 
 def oom_kills() -> int:

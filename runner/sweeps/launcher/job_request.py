@@ -1,27 +1,40 @@
-"""What the sweep sends to a job's process: a command of a single run, and its environment.
+"""What the sweep sends to a job's process, a command of a single run; and what the process does.
 
 A job of a sweep is the single-run command in the sweep's folder. The job's process composes its own
-config from the command's words, and a user can type the same command again.
+config from the command's words, and a user can type the same command again. `run_job_process` is
+called in it from the fork to the exit.
 """
 
+import atexit
+import ctypes
+import faulthandler
+import io
 import os
+import runpy
+import signal
 import struct
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from runner.config.overrides import override_texts
-from runner.core import fmt
+from runner.core import fmt, stop_signals
+from runner.tracking.writer_process import SweepWriter, use_writer
 
 STATUS_STRUCT = struct.Struct("i")
 """Written twice to a job's status pipe: the process id, then the status of os.waitpid."""
 
+_PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl(2): the signal that this process gets when its parent ends."""
 _JOB_KEYS = ("hydra.mode", "hydra.sweep.dir")
 """Keys that are another thing in a job's command than in its sweep's."""
 
@@ -66,8 +79,8 @@ class JobRequest:
             threads=threads,
         )
 
-    def set_up_process(self) -> None:
-        """Give this process the requested environment and command line."""
+    def run(self) -> int:
+        """Give this process the requested environment, run the command, return its exit status."""
         sys.path[:] = self.path
         sys.argv[:] = ["runner", *self.arguments]
         os.environ.clear()
@@ -77,6 +90,13 @@ class JobRequest:
             import torch
 
             torch.set_num_threads(self.threads)
+        use_writer(SweepWriter(self.job_folder))
+        try:
+            # What `python -m runner` does: the job is a command of a single run.
+            runpy.run_module("runner", run_name="__main__")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 1
+        return 0
 
 
 def _job_arguments(config: DictConfig) -> list[str]:
@@ -132,3 +152,58 @@ def job_hydra_config(config: DictConfig) -> Iterator[None]:
         yield
     finally:
         hydra.cfg = before
+
+
+def run_job_process(request: int, status_pipe: int, out: int, err: int) -> NoReturn:
+    """Run the job that comes through the request pipe, and exit with its command's exit status.
+
+    What came of the job is in the result.json of its folder.
+
+    Args:
+        request: file descriptor of the pipe that a JobRequest comes through.
+        status_pipe: file descriptor that takes the process id once the process handles signals.
+        out: file descriptor that becomes stdout.
+        err: file descriptor that becomes stderr.
+    """
+    status = 1
+    try:
+        # Signals are handled from here on: only then may the sweep know the process id.
+        with stop_signals.CommandSignals(lambda: True):
+            _set_up_process(status_pipe, out, err)
+            with Connection(request) as connection:
+                received: JobRequest = connection.recv()
+            status = received.run()
+            # os._exit below does not call them.
+            atexit._run_exitfuncs()
+    except stop_signals.Interrupted as error:
+        status = error.exit_status
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Python's own exit would take the imported modules down, which takes long.
+        os._exit(status)
+
+
+def _set_up_process(status_pipe: int, out: int, err: int) -> None:
+    """Make this process a process group of its own that ends with its parent, with its output."""
+    parent = os.getppid()
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The fork server may have died before prctl took effect.
+    if os.getppid() != parent:
+        os._exit(1)
+    for source, target in ((out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    # The fork server's stdout may have been buffered as for a file. Line buffering here, so that a
+    # job that is killed loses no line.
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb"), line_buffering=True)  # noqa: SIM115
+    # A crash in a library prints where it happened, which exit_reason reports.
+    faulthandler.enable(all_threads=False)
+    # The exit functions of the fork server's imports are not this job's.
+    atexit._clear()
+    os.write(status_pipe, STATUS_STRUCT.pack(os.getpid()))
+    os.close(status_pipe)

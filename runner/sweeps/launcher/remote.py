@@ -30,12 +30,12 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.hydra_plugins import REMOTE, register
-from runner.core import ConfigError, fmt, layout, stop_signals, terminal
+from runner.core import ConfigError, files, fmt, layout, stop_signals, terminal
 from runner.output.lasting_output import lasting_output
 from runner.sweeps.launcher.isolated import JobRunner, begin_launch, job_return
 from runner.sweeps.launcher.job_process import last_lines
 from runner.sweeps.launcher.job_request import compose_job_config, job_folder, job_hydra_config
-from runner.sweeps.launcher.stop_requests import StopFile
+from runner.sweeps.manifest import record_result
 from runner.sweeps.sweep_progress import print_job_line
 
 STOP_FILE_NAME = "stop"
@@ -134,8 +134,6 @@ class RemoteJob:
         except SystemExit as stop:
             status = int(str(stop.code))
         if not (folder / layout.RESULT).exists():
-            from runner.sweeps.job_result import record_result
-
             name = signal.Signals(status - 128).name
             record_result(config, folder, "stopped", f"Stopped by {name} before it began.")
         # Without a stop file it was not the sweep that stopped the job.
@@ -145,25 +143,23 @@ class RemoteJob:
 
     def _job_config(self, config: DictConfig) -> DictConfig:
         """Return the job's config with Hydra's; a job that has begun before resumes."""
-        hydra = HydraConfig.get()
+        hydra: Any = copy.deepcopy(HydraConfig.get())
         # Hydra has written its config there before it calls this function.
-        files = {path.name for path in Path(hydra.runtime.output_dir).iterdir()}
-        has_begun = bool(files - {str(hydra.output_subdir)})
+        names = {path.name for path in Path(hydra.runtime.output_dir).iterdir()}
+        if names - {str(hydra.output_subdir)}:
+            with read_write(hydra), open_dict(hydra):
+                hydra.callbacks.sweep.resume = True
+                hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
         job = copy.deepcopy(config)
         with read_write(job), open_dict(job):
-            job["hydra"] = copy.deepcopy(hydra)
-        if has_begun:
-            with read_write(job.hydra), open_dict(job.hydra):
-                job.hydra.callbacks.sweep.resume = True
-                job.hydra.overrides.hydra.append("hydra.callbacks.sweep.resume=true")
+            job["hydra"] = hydra
         return job
 
     def _enter_environment(self) -> None:
         """Take over the command's working directory, import path and missing variables."""
-        sweep = Path(HydraConfig.get().sweep.dir)
-        unseen = [] if (sweep / layout.MANIFEST).is_file() else [str(sweep)]
-        if not Path(self.folder).is_dir():
-            unseen = [self.folder]
+        sweep = HydraConfig.get().sweep.dir
+        needed = {self.folder: Path(self.folder), sweep: Path(sweep, layout.MANIFEST)}
+        unseen = [folder for folder, path in needed.items() if not path.exists()]
         if unseen:
             raise ConfigError(
                 f"{socket.gethostname()} does not see {unseen[0]}. The machines of a launcher must "
@@ -217,6 +213,35 @@ def _return_to_batch_system(status: int) -> None:
     raise SystemExit(status)
 
 
+class StopFile(stop_signals.SignalHandler):
+    """Context that writes the first signal to a file, for jobs that this process cannot signal.
+
+    A second signal raises Interrupted.
+
+    Args:
+        path: the file, which jobs look for.
+
+    Attributes:
+        received_signal: number of the first signal; 0 before it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.received_signal = 0
+        self._path = path
+        self._first_at = 0.0
+
+    def handle_signal(self, number: int) -> None:
+        """Write the first signal's number to the file, or raise Interrupted for another one."""
+        now = time.monotonic()
+        if not self.received_signal:
+            self.received_signal = number
+            self._first_at = now
+            files.write_text(self._path, str(number))
+        elif now - self._first_at > stop_signals.COALESCE_SECONDS:
+            raise stop_signals.Interrupted(number)
+
+
 @final
 class RemoteLauncher(Launcher):
     """A launcher of Hydra that runs jobs through another one, and records a result for each.
@@ -227,6 +252,7 @@ class RemoteLauncher(Launcher):
 
     def __init__(self, launcher: DictConfig) -> None:
         self._node = launcher
+        self._name = str(launcher._target_).rpartition(".")[2]
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -252,10 +278,10 @@ class RemoteLauncher(Launcher):
             SystemExit: a signal has stopped the sweep.
         """
         config = self._config
+        at_once = self._jobs_at_once(len(job_overrides))
         # A batch system and a cluster say of no job when it begins.
-        is_here = _launcher_name(self._node) in ("JoblibLauncher", "LocalLauncher")
-        at_once = _jobs_at_once(self._node, len(job_overrides)) if is_here else 0
-        begin_launch(config, initial_job_idx + len(job_overrides), at_once)
+        is_here = self._name in ("JoblibLauncher", "LocalLauncher")
+        begin_launch(config, initial_job_idx + len(job_overrides), at_once if is_here else 0)
         jobs = {
             number: compose_job_config(self._context, config, number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
@@ -273,17 +299,16 @@ class RemoteLauncher(Launcher):
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
             environ={key: value for key, value in os.environ.items() if key.startswith(shared)},
-            jobs_at_once=_jobs_at_once(self._node, len(jobs)),
-            is_child=_launcher_name(self._node) == "JoblibLauncher",
+            jobs_at_once=at_once,
+            is_child=self._name == "JoblibLauncher",
         )
         with StopFile(stop_file) as stop:
             outcomes = self._run(remote_job, jobs, job_overrides, stop)
-        by_job = dict(zip(jobs, outcomes, strict=True))
-        _record_missing_results(jobs, by_job, bool(stop.received_signal))
+        returns = _record_missing_results(jobs, outcomes, bool(stop.received_signal))
         stop_file.unlink(missing_ok=True)
         if stop.received_signal:
             raise SystemExit(128 + stop.received_signal)
-        return [_job_return(job, by_job[number]) for number, job in jobs.items()]
+        return returns
 
     def _run(
         self,
@@ -323,18 +348,27 @@ class RemoteLauncher(Launcher):
                 raise self._launcher_error(error) from error
             return [_explain_error(error)] * len(jobs)
 
+    def _jobs_at_once(self, jobs: int) -> int:
+        """Return how many of so many jobs this machine runs at the same time."""
+        if self._name == "JoblibLauncher":
+            limit = int(self._node.n_jobs)
+            # joblib's rule: -1 is all processors, -2 all but one.
+            everything = (os.cpu_count() or 1) + 1 + limit
+            return min(jobs, limit if limit > 0 else max(1, everything))
+        # submitit's local executor starts all jobs at once; others give each its processors.
+        return jobs if self._name == "LocalLauncher" else 1
+
     def _start_ray(self) -> None:
         """Start a Ray cluster of this machine, or join the one that an address names."""
         import ray  # pyright: ignore[reportMissingImports]
 
-        settings = OmegaConf.to_container(self._node.ray.init, resolve=True)
-        assert isinstance(settings, dict)
+        settings: Any = OmegaConf.to_container(self._node.ray.init, resolve=True)
         # Ray refuses the size of a store for a cluster that runs already.
         if not (settings.get("address") or os.environ.get("RAY_ADDRESS")):
             settings.setdefault("object_store_memory", _RAY_STORE_BYTES)
         if not ray.is_initialized():
             try:
-                ray.init(**{str(key): value for key, value in settings.items()})
+                ray.init(**settings)
             except Exception as error:
                 raise self._launcher_error(error) from error
 
@@ -345,51 +379,30 @@ class RemoteLauncher(Launcher):
 
 def _explain_error(error: Exception) -> str:
     """Return an error of a launcher as one line: its type, and the last lines of its message."""
-    lines = last_lines(str(error))
-    return f"{type(error).__name__}: {' | '.join(lines)}" if lines else type(error).__name__
-
-
-def _jobs_at_once(node: DictConfig, jobs: int) -> int:
-    """Return how many jobs this machine runs at the same time."""
-    if _launcher_name(node) == "JoblibLauncher":
-        limit = int(node.n_jobs)
-        if limit <= 0:
-            # joblib's rule: -1 is all processors, -2 all but one.
-            limit = max(1, (os.cpu_count() or 1) + 1 + limit)
-        return min(jobs, limit)
-    # submitit's local executor starts all jobs at once; other launchers give each its processors.
-    return jobs if _launcher_name(node) == "LocalLauncher" else 1
-
-
-def _launcher_name(node: DictConfig) -> str:
-    return str(node._target_).rpartition(".")[2]
-
-
-def _job_return(config: DictConfig, outcome: ReturnOrReason) -> JobReturn:
-    """Return what Hydra expects of a job; for one without a result, a return without a value."""
-    if isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED:
-        return outcome
-    return job_return(config)
+    lines = " | ".join(last_lines(str(error)))
+    return ": ".join(filter(None, [type(error).__name__, lines]))
 
 
 def _record_missing_results(
-    jobs: Mapping[int, DictConfig], outcomes: Mapping[int, ReturnOrReason], stopped: bool
-) -> None:
+    jobs: Mapping[int, DictConfig], outcomes: Sequence[ReturnOrReason], stopped: bool
+) -> list[JobReturn]:
     """Wait until the jobs' results are visible here; print and record why some have none.
 
     Args:
         jobs: config of each job by number.
-        outcomes: outcome of each job by number.
+        outcomes: outcome of each job.
         stopped: a signal has stopped the sweep; jobs that had not begun then get no result.
-    """
-    from runner.sweeps.job_result import record_result
 
+    Returns:
+        What Hydra expects of each job; for one without a result, a return without a value.
+    """
     deadline = time.monotonic() + _MAX_VISIBILITY_SECONDS
-    reasons: dict[str, list[str]] = {}
-    for number, config in jobs.items():
-        outcome = outcomes[number]
+    reasons: list[tuple[str, str]] = []
+    returns = []
+    for (number, config), outcome in zip(jobs.items(), outcomes, strict=True):
         folder = job_folder(config)
         completed = isinstance(outcome, JobReturn) and outcome.status == JobStatus.COMPLETED
+        returns.append(outcome if completed else job_return(config))
         while completed and not (folder / layout.RESULT).exists() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         # A job that a stop kept from starting has no result, so that sweep.resume starts it.
@@ -406,12 +419,13 @@ def _record_missing_results(
                 "machines of a launcher must share that folder: type hydra.sweep.dir=<folder that "
                 "all of them see>."
             )
-        reasons.setdefault(reason, []).append(str(number))
+        reasons.append((reason, str(number)))
         with job_hydra_config(config):
             record_result(config, folder, "stopped" if stopped else "failed", reason)
         print_job_line(folder, is_elsewhere=True)
-    for reason, numbers in reasons.items():
+    for reason, numbers in fmt.grouped(reasons).items():
         terminal.print_error(f"job {', '.join(numbers)}: {reason}")
+    return returns
 
 
 def _run_submitit_jobs(
@@ -449,7 +463,8 @@ def _run_submitit_jobs(
                     array = jobs[0].job_id.partition("_")[0]
                     with suppress(OSError):
                         subprocess.run(["scancel", "--state=PENDING", array], check=False)
-            for number in [n for n, job in waiting.items() if job.done(force_check=asks_slurm)]:
+            ended = [n for n, job in waiting.items() if job.done(force_check=asks_slurm)]
+            for number in ended:
                 del waiting[number]
                 place = min(configs) + len(configs) - len(waiting)
                 print_job_line(job_folder(configs[number]), place, is_elsewhere=True)

@@ -1,6 +1,7 @@
 """Answer for mode=advise and mode=gate, and lay out what their page has under the answer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from runner.core import fmt, terminal
@@ -10,13 +11,12 @@ from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import (
     cast_note,
     format_interval,
-    memory_name,
     memory_words,
     speed_words,
     unasked_sentences,
 )
 from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command
-from runner.sweeps.verdict.answer import Answer, Caveat, CaveatKind, Reason, known_caveats
+from runner.sweeps.verdict.answer import Answer
 from runner.sweeps.verdict.gate import GateVerdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
@@ -46,36 +46,32 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
     if gate is not None:
         return _gate_answer(gate)
     if advice.request.mode == "gate":
-        text = "Undecided: it was stopped before a trial of the precision had ended."
-        return Answer(Reason.UNFINISHED, text)
+        return Answer("Undecided: it was stopped before a trial of the precision had ended.")
     pick = advice.recommendation
     baseline = advice.request.baseline
     caveats = _caveats(advice)
     if pick is None:
-        return Answer(
-            Reason.OPEN,
+        text = (
             f"No advice: {baseline} itself did not train in every trial, and others are judged by "
-            "it.",
-            caveats,
+            "it."
         )
-    reason = Reason.RECOMMENDED
+        return Answer(text, caveats)
     ratings = {verdict.rating for verdict in advice.verdicts if verdict.test}
     if _unclear(advice) and ratings <= {Verdict.UNCLEAR}:
-        reason = Reason.OPEN
         text = f"Stay with {baseline} for now: nothing could be judged."
     elif pick.group.name == baseline:
-        reason = Reason.BASELINE
         text = _stay_sentence(advice)
     else:
         text = _use_sentence(advice, pick)
     command = Command("run", pick.command[len(RUNNER_COMMAND) :])
-    return Answer(reason, text, caveats, pick.comparison, command=command)
+    return Answer(text, caveats, pick=pick.comparison, command=command)
 
 
 def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
     """Return the speed, memory and loss of the recommended precision."""
-    has_speed = pick.comparison.speed_verdict in ("faster", "slower")
-    gains = [speed_words(pick.comparison) if has_speed else "", memory_words(pick.comparison)]
+    gains = [memory_words(pick.comparison)]
+    if pick.comparison.speed_verdict in ("faster", "slower"):
+        gains.insert(0, speed_words(pick.comparison))
     gain = " and ".join(filter(None, gains)) or "no costlier"
     test = pick.test
     if test is None:
@@ -106,31 +102,30 @@ def _stay_sentence(advice: Advice) -> str:
     return f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."
 
 
-def _caveats(advice: Advice) -> tuple[Caveat, ...]:
+def _caveats(advice: Advice) -> Sequence[str]:
     """Return the reservations about an advice."""
     unclear = _unclear(advice)
     names = ", ".join(verdict.name for verdict in unclear)
     evidence = ""
-    if unclear and any(verdict.group.counts.get("stopped") for verdict in advice.verdicts):
+    if unclear and any(verdict.group.counts["stopped"] for verdict in advice.verdicts):
         evidence = f"It was stopped before it could judge {names}."
     elif unclear:
         # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
         fewest = min(len(verdict.group.jobs) for verdict in unclear)
         more = "a larger advise.budget" if fewest < advice.request.seeds else "more advise.seeds"
         evidence = f"Not enough evidence in this budget about {names}; {more} may decide."
-    emulated = [v.name for v in advice.verdicts if v.is_emulated and v.is_acceptable]
+    emulated = ", ".join(v.name for v in advice.verdicts if v.is_emulated and v.is_acceptable)
     emulation = (
-        f"Emulated, {', '.join(emulated)} trained as well; the hardware itself is needed to "
-        "measure the speed."
+        f"Emulated, {emulated} trained as well; the hardware itself is needed to measure the speed."
     )
-    return known_caveats(
-        {
-            CaveatKind.UNJUDGED: evidence,
-            CaveatKind.EMULATED: emulation if emulated else "",
-            CaveatKind.NOT_AS_ASKED: unasked_sentences(v.group for v in advice.verdicts),
-            CaveatKind.BUSY: busy_sentence(advice.request.busy),
-        }
-    )
+    unasked = unasked_sentences(verdict.group for verdict in advice.verdicts)
+    caveats = [
+        evidence,
+        emulation if emulated else "",
+        *unasked,
+        busy_sentence(advice.request.busy),
+    ]
+    return [*filter(None, caveats)]
 
 
 def _unclear(advice: Advice) -> list[PrecisionVerdict]:
@@ -143,39 +138,32 @@ def _gate_answer(gate: GateVerdict) -> Answer:
     request = gate.advice.request
     sentences = [f"{gate.name} is {gate.decision}: {gate.reason}."]
     comparison = gate.precision.comparison
-    # The time of emulated arithmetic says nothing about the precision.
-    if comparison.speed_verdict in ("faster", "slower") and not gate.precision.is_emulated:
+    if comparison.speed_verdict in ("faster", "slower"):
         sentences.append(f"It is {speed_words(comparison)}.")
-    if comparison.memory_ratio is not None and round(comparison.memory_ratio, 2) != 1:
-        memory = f"{comparison.memory_ratio:.2f} × the {memory_name(comparison)}"
+    memory = memory_words(comparison, whose="the")
+    if memory:
         sentences.append(f"It takes {memory} of {request.baseline}.")
     if gate.decision == "undecided" and gate.looks:
         if gate.looks[-1].seeds < request.seeds:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
             sentences.append(f"More seeds may decide: type advise.seeds={2 * request.seeds}.")
-    unasked = unasked_sentences([gate.precision.group])
-    caveats = known_caveats({CaveatKind.NOT_AS_ASKED: unasked})
-    text = " ".join(sentences)
+    answer = Answer(" ".join(sentences), unasked_sentences([gate.precision.group]))
     if gate.decision != "accepted":
-        reason = Reason.BASELINE if gate.decision == "rejected" else Reason.OPEN
-        return Answer(reason, text, caveats)
+        return answer
     command = Command("run", gate.precision.command[len(RUNNER_COMMAND) :])
-    return Answer(Reason.RECOMMENDED, text, caveats, comparison, command=command)
+    return replace(answer, pick=comparison, command=command)
 
 
 def _looks_table(gate: GateVerdict) -> Table:
     """Return the table with one row per look of the sequential test."""
     request = gate.advice.request
-    rows = [
-        [
-            Cell(str(look.seeds)),
-            Cell(f"{request.sign * look.gap:+.3g} ± {look.half_width:.2g}"),
-            Cell(fmt.format_number(request.sign * gate.bar)),
-            Cell(look.decision, tone=_GATE_TONES[look.decision]),
-        ]
-        for look in gate.looks
-    ]
+    bar = Cell(fmt.format_number(request.sign * gate.bar))
+    rows = []
+    for look in gate.looks:
+        gap = Cell(f"{request.sign * look.gap:+.3g} ± {look.half_width:.2g}")
+        decision = Cell(look.decision, _GATE_TONES[look.decision])
+        rows.append([Cell(str(look.seeds)), gap, bar, decision])
     title = f"{request.noun} minus that of {request.baseline}"
     return Table(["seeds", title, "bar", "decision"], rows, frozenset([3]))
 
@@ -189,35 +177,33 @@ def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
         yield from _alternatives(advice)
         if advice.request.unavailable:
             yield Heading("Not on this machine")
-            yield Items(list(advice.request.unavailable.items()))
-        if advice.request.unavailable and not advice.request.emulated:
-            yield Text(
-                "precision.emulate=true tries the numbers of those that can be emulated, "
-                "without their speed."
-            )
+            yield Items([*advice.request.unavailable.items()])
+            if not advice.request.emulated:
+                yield Text(
+                    "precision.emulate=true tries the numbers of those that can be emulated, "
+                    "without their speed."
+                )
     yield Heading("How this was judged")
-    yield Items(list(_method_notes(advice, gate)), small=True)
+    yield Items([*_method_notes(advice, gate)], small=True)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:
     """Yield the commands of the other precisions that train as well."""
-    native = []
-    emulated = []
-    for verdict in advice.verdicts:
-        if verdict is advice.recommendation or not verdict.is_acceptable:
-            continue
-        if verdict.is_emulated:
-            # On its own hardware the precision runs without emulation.
+    headings = {
+        False: "What else trains as well",
+        True: "What trains as well by its numbers, where its hardware is",
+    }
+    good = [v for v in advice.verdicts if v.is_acceptable and v is not advice.recommendation]
+    for is_emulated, heading in headings.items():
+        commands = []
+        for verdict in good:
+            # On its own hardware an emulated precision runs without emulation.
             words = [word for word in verdict.command if word != "precision.emulate=true"]
-            emulated.append(terminal.quote_command(words))
-        else:
-            native.append(terminal.quote_command(verdict.command))
-    if native:
-        yield Heading("What else trains as well")
-        yield Commands(native)
-    if emulated:
-        yield Heading("What trains as well by its numbers, where its hardware is")
-        yield Commands(emulated)
+            if verdict.is_emulated is is_emulated:
+                commands.append(terminal.quote_command(words))
+        if commands:
+            yield Heading(heading)
+            yield Commands(commands)
 
 
 def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Draw a sweep's charts: differences to the baseline, loss and quality over the steps, loss scales.
 
-Curves of many steps are drawn with few points, without losing dips and peaks of a single step.
+matplotlib itself draws curves of many steps with few points, without losing the dips and peaks of a
+single step (path.simplify).
 
 matplotlib is imported inside the functions, so that a report without charts does not need it.
 """
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Steps and values, both of shape [points]."""
-ENVELOPE_BUCKETS = 750
-"""Each becomes two points, its least and its greatest value: a chart has fewer pixels."""
+MAX_CROSSES = 750
+"""Crosses of a curve's overflows: thousands would hide the curve and fill the page."""
 MEAN_BUCKETS = 200
 """Buckets of a smoothed curve."""
 JobCurves = Sequence[tuple[Job, Points]]
@@ -72,40 +73,17 @@ def curve_points(curve: Curve) -> Points:
     return steps, curve[2][::-1][first]
 
 
-def envelope(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
-    """Return each bucket's least and greatest value, in their order.
-
-    These are at most 2 * ENVELOPE_BUCKETS points. Values that are not finite are left out; a
-    bucket without any other becomes a gap (NaN).
-    """
-    values = np.where(np.isfinite(values), values, np.nan)
-    if len(steps) <= 2 * ENVELOPE_BUCKETS:
-        return steps, values
-    selected: list[int] = []
-    for bucket in np.array_split(np.arange(len(steps)), ENVELOPE_BUCKETS):
-        finite = bucket[np.isfinite(values[bucket])]
-        if len(finite) == 0:
-            selected.append(int(bucket[0]))
-        else:
-            least = int(finite[values[finite].argmin()])
-            greatest = int(finite[values[finite].argmax()])
-            # A set: a bucket of one value is one point.
-            selected += sorted({least, greatest})
-    return steps[selected], values[selected]
-
-
 def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
     """Return the mean of each of MEAN_BUCKETS buckets over its finite values, NaN without any.
 
-    Curves of at most 2 * MEAN_BUCKETS points are returned as they are, with NaN for infinite
-    values.
+    Curves of at most 2 * MEAN_BUCKETS points are returned as they are.
     """
     if len(steps) <= 2 * MEAN_BUCKETS:
-        return steps, np.where(np.isfinite(values), values, np.nan)
-    buckets = np.array_split(np.arange(len(steps)), MEAN_BUCKETS)
-    finite = [values[bucket][np.isfinite(values[bucket])] for bucket in buckets]
+        return steps, values
+    finite = (part[np.isfinite(part)] for part in np.array_split(values, MEAN_BUCKETS))
     means = [part.mean() if len(part) else np.nan for part in finite]
-    return np.array([steps[bucket].mean() for bucket in buckets]), np.array(means)
+    centres = [part.mean() for part in np.array_split(steps, MEAN_BUCKETS)]
+    return np.array(centres), np.array(means)
 
 
 def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
@@ -129,15 +107,15 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
     """Return the legend: every group that the charts show, in order, and the seeds' dashes."""
     charts = _Charts(data)
     styles = {}
-    seeds: dict[int, list[str]] = {}
+    seeds = []
     for job in charts.jobs:
         if _curves([job], "train/loss", job.result.quality, metric_names.VAL_LOSS):
             name = group_name(job.result)
             styles[name] = charts.style_of[name]
-            of_dash = seeds.setdefault(charts.dash(job), [])
-            of_dash += {str(job.result.seed)} - {*of_dash}
-    if len(seeds) > 1 and not charts.has_settings:
-        styles |= {f"seed {', '.join(seeds[dash])}": (INK, dash) for dash in sorted(seeds)}
+            seeds.append((charts.dash(job), str(job.result.seed)))
+    by_dash = sorted(fmt.grouped(dict.fromkeys(seeds)).items())
+    if len(by_dash) > 1 and not charts.has_settings:
+        styles |= {f"seed {', '.join(of_dash)}": (INK, dash) for dash, of_dash in by_dash}
     # matplotlib's dash pattern is (offset, lengths).
     return [
         LegendEntry(name, colour, DASH_PATTERNS[dash][1] if dash else ())
@@ -167,23 +145,18 @@ def _figure(drawn: Sequence[Chart], legend: Sequence[LegendEntry] = ()) -> "Figu
     across = min(2, len(drawn))
     # The height of a row is that of its highest chart.
     heights = [max(inches for inches, _ in drawn[i : i + 2]) for i in range(0, len(drawn), 2)]
-    width = CHART_WIDTH_INCHES * across
-    if legend:
-        width += LEGEND_WIDTH_INCHES
+    width = CHART_WIDTH_INCHES * across + (LEGEND_WIDTH_INCHES if legend else 0.0)
     with chart_style():
         figure = Figure(figsize=(width, sum(heights)), layout="constrained")
         grid = figure.add_gridspec(len(heights), across, height_ratios=heights)
         lines = []
         for entry in legend:
             dash = (0, entry.dashes) if entry.dashes else "solid"
-            lines.append(Line2D([], [], color=entry.colour, ls=dash, lw=1.6))
+            label = plain_label(entry.name)
+            lines.append(Line2D([], [], color=entry.colour, ls=dash, lw=1.6, label=label))
         if legend:
             box = figure.legend(
-                lines,
-                [plain_label(entry.name) for entry in legend],
-                loc="outside right upper",
-                frameon=False,
-                handlelength=3,
+                handles=lines, loc="outside right upper", frameon=False, handlelength=3
             )
             # A dollar sign in a name would begin a formula.
             for text in box.get_texts():
@@ -199,10 +172,9 @@ def _curves(jobs: Sequence[Job], *keys: str) -> JobCurves:
     out."""
     curves = []
     for job in jobs:
-        recorded = (job.curves[key] for key in keys if key in job.curves)
-        curve = next((each for each in recorded if each.shape[-1]), None)
-        if curve is not None:
-            curves.append((job, curve_points(curve)))
+        recorded = [job.curves[key] for key in keys if key in job.curves and job.curves[key].size]
+        if recorded:
+            curves.append((job, curve_points(recorded[0])))
     return curves
 
 
@@ -213,20 +185,19 @@ class _Charts:
         self.advice = data.advice
         self.gate = data.gate
         self.baseline = BASELINE
-        if self.advice is not None:
+        self.judged = [each for each in data.compared if not each.group.is_evaluation]
+        if self.advice:
             self.baseline = self.advice.request.baseline
             self.judged = [verdict.comparison for verdict in self.advice.verdicts]
-        else:
-            self.judged = [each for each in data.compared if not each.group.is_evaluation]
         self.style_of = group_styles([result for c in self.judged for result in c.group.jobs])
         self.has_settings = any(dash for _, dash in self.style_of.values())
         order = [*self.style_of]
         # Without the search of mode=advise for remedies, and group by group: the narrow curves of
         # the last ones are above the wide ones.
-        jobs = [job for job in data.jobs if group_name(job.result) in self.style_of]
-        self.jobs = sorted(jobs, key=lambda job: order.index(group_name(job.result)))
+        by_name = fmt.grouped((group_name(job.result), job) for job in data.jobs)
+        self.jobs = [job for name in order for job in by_name[name]]
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
-        self.seeds = sorted({job.result.seed or 0 for job in jobs})
+        self.seeds = sorted({job.result.seed or 0 for job in self.jobs})
         self.joins_seeds = len(self.seeds) > len(DASH_PATTERNS)
 
     def dash(self, job: Job) -> int:
@@ -297,9 +268,9 @@ class _Charts:
         for row, (_, colour, value, half_width) in enumerate(intervals):
             error = half_width if math.isfinite(half_width) else None
             axes.errorbar(sign * value, row, xerr=error, color=colour, fmt="o", ms=5, capsize=3)
-        known = [half_width for *_, half_width in intervals if math.isfinite(half_width)]
-        if len(known) < len(intervals):
-            notes = f"{notes}; one seed has none" if known else "one seed: no interval"
+        known = [math.isfinite(half_width) for *_, half_width in intervals]
+        if not all(known):
+            notes = f"{notes}; one seed has none" if any(known) else "one seed: no interval"
         sizes = [abs(value) for _, _, value, _ in intervals]
         typical = statistics.median(sizes)
         if max(sizes) > MAX_LINEAR_RATIO * typical > 0:
@@ -329,9 +300,8 @@ class _Charts:
         """Draw a metric of evaluations."""
         is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
         marker = "." if is_marked else None
-        thinned = bucket_means if self.joins_seeds else envelope
-        drawn = [(job, thinned(*points)) for job, points in curves]
-        self._plot(drawn, axes, marker=marker, ms=4)
+        drawn = [(job, bucket_means(*points)) for job, points in curves]
+        self._plot(drawn if self.joins_seeds else curves, axes, marker=marker, ms=4)
         is_log = key.endswith(("loss", "perplexity"))
         self._finish(axes, plain_label(key), curves, is_log)
 
@@ -376,10 +346,8 @@ class _Charts:
         cross: dict[str, Any] = {"ms": 8, "clip_on": False, "zorder": 5}
         has_gap = False
         for job, (steps, values) in curves:
-            nonfinite = ~np.isfinite(values)
-            if nonfinite.any():
+            for step in steps[~np.isfinite(values)][:1]:
                 has_gap = True
-                step = steps[nonfinite.argmax()]
                 colour = self.line(job)["color"]
                 top = axes.get_xaxis_transform()
                 axes.plot(step, 0.97, "X", color=colour, transform=top, **cross)
@@ -395,15 +363,12 @@ class _Charts:
         has_positive = False
         for job, (steps, scales) in curves:
             line = self.line(job)
-            x, y = envelope(steps, scales)
-            has_positive = has_positive or bool((y > 0).any())
+            has_positive |= bool((scales > 0).any())
             # A scale holds until the step that changes it.
-            axes.plot(x, y, **line, drawstyle="steps-post")
+            axes.plot(steps, scales, **line, drawstyle="steps-post")
             for _, (flag_steps, flags) in _curves([job], "loss_scale/overflow"):
                 overflows = flag_steps[flags > 0]
-                # Every n-th: thousands of crosses would hide the curve and fill the page.
-                stride = max(1, math.ceil(len(overflows) / ENVELOPE_BUCKETS))
-                overflows = overflows[::stride]
+                overflows = overflows[:: math.ceil(len(overflows) / MAX_CROSSES) or 1]
                 # The value of the curve at each overflow: the crosses are on the curve.
                 heights = scales[np.searchsorted(steps[1:], overflows, "right")]
                 axes.plot(overflows, heights, "x", color=line["color"], ms=4, mew=0.9)

@@ -68,7 +68,7 @@ class TableFacts:
     @property
     def quality(self) -> str:
         """Return the name of the quality that all jobs share, else "quality"."""
-        names = {job.quality for job in self.jobs if job.quality}
+        names = {job.quality for job in self.jobs} - {""}
         return names.pop() if len(names) == 1 else "quality"
 
     @property
@@ -79,8 +79,9 @@ class TableFacts:
     @property
     def has_speed_ratios(self) -> bool:
         """Return whether every group that finished has a ratio, so that examples/s say no more."""
-        finished = [c for c in self.groups if c.group.finished_count]
-        return bool(self.groups) and all(c.speed_ratio for c in finished)
+        return bool(self.groups) and all(
+            c.speed_ratio or not c.group.finished_count for c in self.groups
+        )
 
 
 def _group_status(c: Comparison, _: TableFacts) -> Cell:
@@ -107,12 +108,12 @@ def _group_quality(c: Comparison, facts: TableFacts) -> Cell:
     """Return mean ± standard deviation of the quality, with the number of seeds."""
     quality = c.group.quality
     if quality is None:
-        return Cell("diverged" if c.group.counts.get("diverged") else "", "bad")
-    # With one seed everywhere the number is in the footnotes only.
+        return Cell("diverged" if c.group.counts["diverged"] else "", "bad")
     qualities = [other.group.quality for other in facts.groups if other.group.quality]
-    note = ""
-    if any(other.n > 1 for other in qualities):
-        note = f"{quality.n} seeds" if quality.n > 1 else "one seed"
+    note = f"{quality.n} seeds" if quality.n > 1 else "one seed"
+    # With one seed everywhere the number is in the footnotes only.
+    if all(other.n == 1 for other in qualities):
+        note = ""
     return Cell(format_mean_sd(quality), note=note)
 
 
@@ -164,29 +165,25 @@ def _group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:
 
 def _verdict_memory_ratio(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
     """Return the ratio of memory with the MiB; empty if emulation distorts it."""
-    # Weights take as much emulated; an accelerator's peak does not.
-    if verdict.is_emulated and not verdict.group.is_on_cpu:
-        return Cell("")
     ratio = verdict.comparison.memory_ratio
+    if verdict.is_emulated and ratio is None:
+        return Cell("")
     return Cell("" if ratio is None else f"{ratio:.2f}", note=_mib(verdict.group.memory_mib))
 
 
 def _verdict_forecast(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
     """Return the predicted peak of memory with the largest batch that fits."""
-    if verdict.forecast is None:
-        return Cell("")
-    peak = _mib(verdict.forecast.get("peak_mib"))
-    batch = verdict.forecast.get("largest_batch")
-    if not batch:
-        return Cell(peak)
+    forecast = verdict.forecast or {}
+    batch = forecast.get("largest_batch")
     # The forecast tries no larger batch.
     more = " or more" if batch == MAX_FORECAST_BATCH_SIZE else ""
-    return Cell(peak, note=f"largest batch {batch}{more}")
+    note = f"largest batch {batch}{more}" if batch else ""
+    return Cell(_mib(forecast.get("peak_mib")), note=note)
 
 
 def _matrix_work(group: Group) -> str:
     """Return the shares of formats in the matrix work, which are those of every seed."""
-    return "; ".join(filter(None, dict.fromkeys(job.matrix_work for job in group.jobs)))
+    return "; ".join(dict.fromkeys(job.matrix_work for job in group.jobs if job.matrix_work))
 
 
 def _mib(value: float | None) -> str:
@@ -207,7 +204,7 @@ class Column:
         name: the heading, unless `title` makes another one.
         job, group, verdict: make the cell from a row; None if the table of such rows lacks it.
         title: the heading.
-        is_shown: whether a table has the column; None for always.
+        is_shown: whether a table has the column.
         is_text: whether cells are words, aligned left, instead of numbers.
         in_terminal: whether the terminal's table of jobs has the column, too.
     """
@@ -217,7 +214,7 @@ class Column:
     group: Callable[[Comparison, TableFacts], Value] | None = None
     verdict: Callable[[PrecisionVerdict, TableFacts], Value] | None = None
     title: Callable[[TableFacts], str] | None = None
-    is_shown: Callable[[TableFacts], bool] | None = None
+    is_shown: Callable[[TableFacts], bool] = lambda _: True
     is_text: bool = False
     in_terminal: bool = True
 
@@ -226,7 +223,8 @@ COLUMNS = (
     Column("job", job=lambda job, _: job.label, is_text=True),
     Column(
         "precision",
-        group=lambda c, _: c.group.label,
+        # Without the sweep, which has a column.
+        group=lambda c, _: c.group.jobs[0].group or c.group.jobs[0].label,
         verdict=lambda verdict, _: verdict.name,
         # Where other settings are swept, the names are those of jobs.
         title=lambda facts: "job" if any(c.group.settings for c in facts.groups) else "precision",
@@ -352,7 +350,7 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
     facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
     table = replace(_table("group", compared, facts), marked=marked)
-    count = sum(not comparison.group.counts.get("finished") for comparison in compared)
+    count = sum(not comparison.group.counts["finished"] for comparison in compared)
     if MAX_LISTED_NAMES < count < len(compared):
         return replace(table, folded=count, fold_title=f"{count} without a result")
     return table
@@ -360,20 +358,19 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
 
 def _row_rank(c: Comparison) -> tuple[int, float, float]:
     """Return by what the rows of groups are sorted: the verdict, the speed, then the quality."""
-    if not c.group.counts.get("finished"):
+    if not c.group.counts["finished"]:
         return len(_ROW_ORDER), 0.0, 0.0
     speed = c.speed_ratio.value if c.speed_ratio else 0.0
-    if c.difference is None:
-        return -1 if c.is_baseline else _ROW_ORDER.index(Verdict.UNJUDGED), -speed, 0.0
-    sign = 1 if c.group.direction == "max" else -1
-    return _ROW_ORDER.index(c.difference.verdict), -speed, -sign * c.difference.value
+    if c.is_baseline:
+        return -1, -speed, 0.0
+    return _ROW_ORDER.index(c.verdict or Verdict.UNJUDGED), -speed, c.loss_gap
 
 
 def advice_table(advice: Advice) -> Table:
     """Return the table with one row per verdict of mode=advise, best first."""
     jobs = [job for verdict in advice.verdicts for job in verdict.group.jobs]
     facts = TableFacts(jobs, baseline=advice.request.baseline)
-    marked = 0 if advice.recommendation is not None else None
+    marked = 0 if advice.recommendation else None
     return replace(_table("verdict", advice.verdicts, facts), marked=marked)
 
 
@@ -393,32 +390,29 @@ def _table(
     text_columns = set()
     for column in columns:
         make = getattr(column, kind)
-        if make is None or (column.is_shown is not None and not column.is_shown(facts)):
+        if make is None or not column.is_shown(facts):
             continue
         cells = [_cell(make(row, facts)) for row in rows]
-        if not any(cell.text for cell in cells):
-            continue
-        if column.is_text:
-            text_columns.add(len(titles))
-        titles.append(column.title(facts) if column.title else column.name)
-        cells_by_column.append(cells)
-    by_row = [[cells[i] for cells in cells_by_column] for i in range(len(rows))]
-    return Table(titles, by_row, frozenset(text_columns))
+        if any(cell.text for cell in cells):
+            if column.is_text:
+                text_columns.add(len(titles))
+            titles.append(column.title(facts) if column.title else column.name)
+            cells_by_column.append(cells)
+    return Table(titles, [*zip(*cells_by_column, strict=True)], frozenset(text_columns))
 
 
 def _cell(value: Value) -> Cell:
     if isinstance(value, Cell):
         return value
     if isinstance(value, Spread):
-        low = fmt.format_number(value.low)
-        high = fmt.format_number(value.high)
+        low, high = map(fmt.format_number, (value.low, value.high))
         return Cell(low if low == high else f"{low} to {high}")
     return Cell(value if isinstance(value, str) else fmt.format_number(value))
 
 
 def sweep_table(results: Sequence[RunResult], width: int) -> TerminalTable:
     """Return the table of a sweep for a terminal of a width, one row per job."""
-    precisions = sorted({result.trained_in for result in results if result.trained_in})
+    precisions = sorted({result.trained_in for result in results} - {""})
     title = "sweep"
     if precisions:
         title = f"sweep; change: from the checkpoint's own {', '.join(precisions)}"

@@ -2,16 +2,17 @@
 
 Each function writes the answer of one situation (several seeds, one seed, no baseline, ...);
 `_device_answer` chooses among them. In a sweep over precision and something else, precisions are
-compared within each setting, see settings_grid.py.
+compared within each setting: `settings_blocks` has a table of them, and a sentence counts for how
+many settings each verdict holds.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from runner.core import fmt
-from runner.sweeps.report.settings_grid import best_group, settings_sentence
+from runner.output.markup import Block, Cell, Heading, Items, Table, Text
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
@@ -23,12 +24,20 @@ from runner.sweeps.report.wording import (
     format_ratio,
     join_names,
     memory_words,
+    outcome_words,
     speed_word,
     speed_words,
     verdict_word,
 )
-from runner.sweeps.verdict.compare import BASELINE, MIN_GAIN_SEEDS, Comparison, Group
-from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Verdict
+from runner.sweeps.verdict.compare import (
+    BASELINE,
+    MIN_GAIN_SEEDS,
+    Comparison,
+    Group,
+    has_several_models,
+    qualities_by_seed,
+)
+from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Tolerance, Verdict, quality_tests
 from runner.tracking.result_table import shared_settings
 from runner.training.callbacks.runner_callbacks import MIN_TIMED_MS
 
@@ -40,6 +49,17 @@ FAILURES = ("diverged", "failed", "stopped", "refused", "unavailable")
 """Outcomes without a result, in the order of the sentence on them."""
 TIMED_STEPS_FACTOR = 4
 """Jobs that were too short should take this multiple of the shortest time that is measured."""
+MAX_SUMMARIES = 3
+"""Precisions in the conclusion; the report's list has all."""
+_NAMED_VERDICTS = (Verdict.BETTER, Verdict.STALLED, Verdict.WORSE, None)
+"""Verdicts, and no verdict, that are rare and matter: the settings are named."""
+_BEST_NOTE = (
+    "best: measurably better than every other precision of its column (t tests of the differences "
+    "over seeds, at 5 % for all of them together). A column without a mark has no measurable best."
+)
+Grid = Mapping[str, Mapping[str, Comparison]]
+"""The groups of one device by setting, then by precision; combinations that were not swept are
+missing. The name of a precision has keys of its own, such as precision.keep_fp32=[head]."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +68,8 @@ class DeviceAnswer:
 
     Attributes:
         text: one or two sentences.
-        words: see Answer.words.
+        words: overrides to type: one `precision=` for the training that the answer decides on,
+            else what the sweep's own command lacks for an answer.
         aim: what the words are for, where the text does not say so.
         pick: see Answer.pick.
     """
@@ -66,10 +87,7 @@ def device_answers(comparisons: Sequence[Comparison]) -> dict[str, DeviceAnswer]
         comparisons: see SweepData.compared.
     """
     by_device = fmt.grouped((c.group.device, c) for c in comparisons if c.group.quality)
-    return {
-        device: _device_answer(ended, [c for c in comparisons if c.group.device == device])
-        for device, ended in by_device.items()
-    }
+    return {device: _device_answer(ended, comparisons) for device, ended in by_device.items()}
 
 
 def no_result_sentence(comparisons: Sequence[Comparison]) -> str:
@@ -77,7 +95,7 @@ def no_result_sentence(comparisons: Sequence[Comparison]) -> str:
     if not comparisons:
         return "No job wrote a result."
     # Modes like plan and explain finish without a quality: that is no failure.
-    if any(comparison.group.counts.get("finished") for comparison in comparisons):
+    if any(comparison.group.counts["finished"] for comparison in comparisons):
         return "Nothing was trained or evaluated."
     return "No job finished with a finite result."
 
@@ -97,18 +115,14 @@ def two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
 
 def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
     """Return which groups diverged, failed, stopped or cannot run here; empty if none."""
-    parts = []
-    if missing_jobs:
-        parts.append(missing_jobs)
+    parts = [missing_jobs] if missing_jobs else []
     for outcome in FAILURES:
         names = []
-        for comparison in comparisons:
-            group = comparison.group
-            count = group.counts.get(outcome, 0)
+        for group in (comparison.group for comparison in comparisons):
+            count = group.counts[outcome]
             # The number of jobs, unless all ended so.
             share = f" ({count} of {len(group.jobs)})" if count < len(group.jobs) else ""
-            if count:
-                names.append(f"{group.name}{share}")
+            names += [f"{group.name}{share}"] if count else []
         if names:
             parts.append(f"{OUTCOME_WORDS.get(outcome, outcome)}: {join_names(names)}")
     return capitalised_sentence("; ".join(parts)) if parts else ""
@@ -116,10 +130,10 @@ def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") 
 
 def frozen_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return which groups train few of their weights and are not compared; empty without any."""
-    shares = {c.group.name: c.group.trained_share for c in comparisons if c.trains_less}
-    texts = join_names(f"{name} {fmt.format_percent(share)}" for name, share in shares.items())
-    start = f"Not compared, for few of the weights train and the rest is frozen: {texts}"
-    return f"{start}." if shares else ""
+    frozen = [comparison.group for comparison in comparisons if comparison.trains_less]
+    names = join_names(f"{g.name} {fmt.format_percent(g.trained_share)}" for g in frozen)
+    start = "Not compared, for few of the weights train and the rest is frozen"
+    return f"{start}: {names}." if frozen else ""
 
 
 def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> DeviceAnswer:
@@ -127,7 +141,7 @@ def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> 
 
     Args:
         ended: those groups.
-        every: all groups of the device.
+        every: all groups of the sweep.
     """
     # From the situation that says least to the one that says most: each test may assume that the
     # situations before it are excluded.
@@ -175,47 +189,39 @@ def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
     compared = [other for other in others if other.difference]
     # What does harm comes first: of many only some are named.
-    compared.sort(key=lambda other: (not other.is_worse, -_loss_gap(other)))
+    compared.sort(key=lambda other: (not other.is_worse, -other.loss_gap))
     parts = []
+    words: tuple[str, ...] = ()
+    aim = ""
     for other in compared:
         assert other.difference is not None
         assert other.group.quality is not None
-        words = difference_words(other.difference)
-        verdict = ", ".join(filter(None, words)) if other.is_judged else words[1]
+        verdict, numbers = difference_words(other.difference)
+        if other.is_judged:
+            numbers = ", ".join(filter(None, [verdict, numbers]))
+        else:
+            words = _more_seeds(others, MIN_SEEDS - 1)
+            aim = "to judge the differences"
         # Without its standard deviation: the difference has another ±, an interval.
         mean = fmt.format_number(other.group.quality.mean)
-        parts.append(f"{other.group.name} {mean} ({verdict})")
+        parts.append(f"{other.group.name} {mean} ({numbers})")
     quality = others[0].group.metric
     against = f" {quality} against {BASELINE}: {join_names(parts)}." if parts else ""
     jobs = [job for other in others for job in other.group.jobs]
-    words: tuple[str, ...] = ()
-    aim = ""
-    if any(not other.is_judged for other in compared):
-        words = _more_seeds(others, MIN_SEEDS - 1)
-        aim = "to judge the differences"
     if all(job.kernels == "emulated" for job in jobs):
         text = f"Emulated: the hardware itself is needed to measure the speed.{against}"
         return DeviceAnswer(text, words, aim)
     timed_ms = min((job.steps * job.step_ms for job in jobs if job.step_ms), default=MIN_TIMED_MS)
     factor = math.ceil(TIMED_STEPS_FACTOR * MIN_TIMED_MS / timed_ms) if timed_ms else 1
     steps = max(job.steps for job in jobs) * max(factor, 2)
-    words = (f"train.max_steps={steps}", *words)
     text = f"Too short for a comparison of speed; train for more steps.{against}"
-    return DeviceAnswer(text, words, aim)
-
-
-def _loss_gap(comparison: Comparison) -> float:
-    """Return by how much the quality is worse than the baseline's, in its own unit."""
-    assert comparison.difference is not None
-    sign = -1 if comparison.group.direction == "max" else 1
-    return sign * comparison.difference.value
+    return DeviceAnswer(text, (f"train.max_steps={steps}", *words), aim)
 
 
 def _group_facts(group: Group) -> str:
     """Return a group's mean quality, its number of seeds and its speed."""
-    assert group.quality is not None
     facts = f"{group.metric} {format_mean_sd(group.quality)}"
-    if group.quality.n > 1:
+    if group.quality and group.quality.n > 1:
         facts += f" ({group.quality.n} seeds)"
     if group.speed:
         facts += f", {fmt.format_number(group.speed.mean)} examples/s"
@@ -243,11 +249,10 @@ def _checkpoint_sentence(groups: Sequence[Group]) -> str:
     nearest = min(others, key=lambda g: abs(g.change.mean) if g.change else math.inf)
     # One group can be both: it is named once.
     changes = dict.fromkeys([_change_words(lightest), _change_words(nearest)])
-    trained_quality = ""
-    if first.quality and first.change:
-        trained_quality = fmt.format_number(first.quality.mean - first.change.mean)
-    quality = first.metric
-    return f"{quality} was {trained_quality} as trained in {trained_in}: {'; '.join(changes)}."
+    assert first.quality is not None
+    assert first.change is not None
+    before = fmt.format_number(first.quality.mean - first.change.mean)
+    return f"{first.metric} was {before} as trained in {trained_in}: {'; '.join(changes)}."
 
 
 def _change_words(group: Group) -> str:
@@ -263,10 +268,10 @@ def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
     if any(comparison.baseline for comparison in ended):
         reason = f"{BASELINE} reached no finite result to compare with"
     sentence = capitalised_sentence(reason)
-    timed = [comparison.group for comparison in ended if comparison.group.speed]
-    if not timed:
+    groups = [comparison.group for comparison in ended]
+    fastest = max(groups, key=lambda group: group.speed.mean if group.speed else 0.0)
+    if not fastest.speed:
         return sentence
-    fastest = max(timed, key=lambda group: group.speed.mean if group.speed else 0)
     return f"{sentence} Fastest: {fastest.name}: {_group_facts(fastest)}."
 
 
@@ -305,11 +310,11 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
         reason = f"in {quality} {join_names(worse)}" if worse else "no other one finished in full"
         return DeviceAnswer(f"Stay with {BASELINE}: {reason}.", stay, pick=baseline)
     faster = [other for other in timed if other.speed_verdict == "faster"]
-    fit = [other for other in faster if other.has_learned and other.is_as_good]
+    as_good = (Verdict.BETTER, Verdict.INDISTINGUISHABLE)
+    fit = [other for other in faster if other.has_learned and other.verdict in as_good]
     if faster and not fit:
         return _open_answer(_fastest(faster), ended)
     pick = _fastest(fit or timed)
-    assert pick.group.quality is not None
     assert pick.difference is not None
     verdict, numbers = difference_words(pick.difference)
     evidence = ", ".join(filter(None, [numbers, f"{pick.difference.n} seeds"]))
@@ -318,8 +323,8 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
     words = (f"precision={pick.group.precision}",) if fit else stay
     text = f"{costs}; {quality}: {verdict} ({evidence}){least}."
     ratio = pick.speed_ratio
-    assert ratio is not None
-    if pick.speed_verdict == "unclear" and not pick.was_busy and ratio.value > 1 + MIN_GAIN_SEEDS:
+    is_unclear = pick.speed_verdict == "unclear" and not pick.was_busy
+    if ratio and is_unclear and ratio.value > 1 + MIN_GAIN_SEEDS:
         return DeviceAnswer(text, _more_seeds(ended, ratio.n), "to measure the speed")
     return DeviceAnswer(text, words, pick=pick if fit else baseline)
 
@@ -327,7 +332,7 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
 def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> DeviceAnswer:
     """Say why the fastest group is not recommended yet, and what would decide."""
     group = rival.group
-    gains = ", ".join(filter(None, [speed_words(rival), _memory_clause(rival)]))
+    gains = ", ".join(filter(None, [speed_words(rival), memory_words(rival, "with ")]))
     start = f"Stay with {BASELINE} for now: {group.name} is {gains}, but"
     if not rival.has_learned:
         return DeviceAnswer(f"{start} where nothing is learned nothing can be judged.")
@@ -339,7 +344,7 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> DeviceAnswer
     difference = rival.difference
     assert difference is not None
     quality = group.metric
-    worst = _loss_gap(rival) + difference.ci_half_width
+    worst = rival.loss_gap + difference.ci_half_width
     numbers = f"{format_interval(difference.value, difference.ci_half_width, '+')}, "
     if math.isnan(difference.margin):
         words = ("advise.max_gap=0.01",)
@@ -370,41 +375,185 @@ def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:
         lead: what to do where it is faster.
         nothing: what did not train faster, where it is not.
     """
-    name = comparison.group.name
-    ratio = comparison.speed_ratio
-    interval = format_range(ratio)
-    if comparison.speed_verdict == "faster":
-        text = f"{lead}: {speed_words(comparison)}"
-    elif comparison.speed_verdict == "unclear":
+    interval = format_range(comparison.speed_ratio)
+    gain = "trained"
+    speed = speed_words(comparison)
+    if comparison.speed_verdict == "unclear":
+        gain = "was measurably"
         between = interval and f" (95 % interval {interval})"
-        speed = f"{format_ratio(ratio)} × as fast{between}"
-        text = f"Stay with {BASELINE}: {nothing} was measurably faster. {name} is {speed}"
-    else:
-        is_slower = comparison.speed_verdict == "slower"
-        even = f"about as fast as {BASELINE}{interval and f' ({interval} ×)'}"
-        speed = speed_words(comparison) if is_slower else even
-        text = f"Stay with {BASELINE}: {nothing} trained faster. {name} is {speed}"
-    return ", ".join(filter(None, [text, _memory_clause(comparison)]))
-
-
-def _memory_clause(comparison: Comparison) -> str:
-    words = memory_words(comparison)
-    return f"with {words}" if words else ""
+        speed = f"{format_ratio(comparison.speed_ratio)} × as fast{between}"
+    elif comparison.speed_verdict == "even":
+        speed = f"about as fast as {BASELINE}{interval and f' ({interval} ×)'}"
+    text = f"Stay with {BASELINE}: {nothing} {gain} faster. {comparison.group.name} is {speed}"
+    if comparison.speed_verdict == "faster":
+        text = f"{lead}: {speed}"
+    return ", ".join(filter(None, [text, memory_words(comparison, "with ")]))
 
 
 def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
     """Return the group with the least memory, empty if it is the named one or hardly less."""
-    known = [other for other in others if other.memory_ratio is not None]
-    least = min(known, key=lambda other: other.memory_ratio or 0.0, default=named)
-    if least is named:
-        return ""
-    named_ratio = 1.0 if named.memory_ratio is None else named.memory_ratio
+
+    def memory(comparison: Comparison) -> float:
+        return 1.0 if comparison.memory_ratio is None else comparison.memory_ratio
+
+    least = min(others, key=memory)
     # Neither the named group nor 32-true may need about as little.
-    limit = MAX_WORTHWHILE_MEMORY_SHARE * min(named_ratio, 1.0)
-    if (least.memory_ratio or 0.0) > limit:
+    if memory(least) > MAX_WORTHWHILE_MEMORY_SHARE * min(memory(named), 1.0):
         return ""
-    return f"; least memory: {least.group.name} {_memory_clause(least)}"
+    return f"; least memory: {least.group.name} {memory_words(least, 'with ')}"
 
 
 def _fastest(comparisons: Sequence[Comparison]) -> Comparison:
     return max(comparisons, key=lambda c: c.speed_ratio.value if c.speed_ratio else 0)
+
+
+def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
+    """Yield a table of precisions × settings for each device, and a summary for each precision.
+
+    A setting is what a sweep varies beside precision and seed, for example a learning rate or a
+    model. Nothing is yielded for a sweep that does not compare precisions in several settings.
+    """
+    devices = dict.fromkeys(comparison.group.device for comparison in compared)
+    grids = {}
+    for device in devices:
+        grid = _grid(compared, device)
+        if sum(len(column) > 1 for column in grid.values()) > 1:
+            grids[device] = grid
+    if not grids:
+        return
+    yield Heading("Precisions in each setting")
+    for device, grid in grids.items():
+        if len(grids) > 1:
+            yield Text(f"On {device or 'an unknown device'}:")
+        best = [_measured_best([*column.values()]) for column in grid.values()]
+        rows = []
+        for row in _precisions(grid):
+            cells = [_quality_cell(column.get(row), best) for column in grid.values()]
+            rows.append([Cell(row), *cells])
+        yield Table(["precision", *grid], rows)
+        summaries = [*_summaries(grid)]
+        if summaries:
+            yield Items(summaries)
+        if any(best):
+            yield Text(_BEST_NOTE, "small")
+    if has_several_models([comparison.group for comparison in compared]):
+        yield Text("Qualities of different models or data are not compared.", "small")
+
+
+def _grid(compared: Sequence[Comparison], device: str) -> Grid:
+    """Return the groups of a device."""
+    cells = []
+    for comparison in compared:
+        group = comparison.group
+        shared = shared_settings(group.settings)
+        # The precision with the keys that it does not share with 32-true.
+        own_keys = [word for word in group.settings if word not in shared]
+        if group.device == device:
+            name = " ".join([group.precision, *own_keys])
+            cells.append((" ".join(shared), (name, comparison)))
+    return {setting: dict(column) for setting, column in fmt.grouped(cells).items()}
+
+
+def _precisions(grid: Grid) -> dict[str, None]:
+    return dict.fromkeys(name for column in grid.values() for name in column)
+
+
+def _quality_cell(comparison: Comparison | None, best: Sequence[Comparison | None]) -> Cell:
+    """Return a group's quality, or how its jobs ended without one; empty if it was not swept."""
+    if comparison is None:
+        return Cell("")
+    group = comparison.group
+    if group.quality is None:
+        return Cell(outcome_words(group), "bad")
+    text = format_mean_sd(group.quality)
+    return Cell(text, "good", "best") if comparison in best else Cell(text)
+
+
+def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
+    """Return the group that is measurably better than every other one of a setting, if any is."""
+    ended = [comparison for comparison in column if comparison.group.quality]
+    for candidate in ended:
+        values = qualities_by_seed(candidate.group)
+        direction = candidate.group.direction
+        others = [qualities_by_seed(c.group) for c in ended if c is not candidate]
+        # Better by whatever amount: nothing is tolerated.
+        none = Tolerance(max_gap=0.0)
+        tests = [
+            quality_tests([values], other, direction, none, len(others))[0] for other in others
+        ]
+        is_better = tests and all(test.verdict is Verdict.BETTER for test in tests)
+        if is_better and not candidate.has_stalled:
+            return candidate
+    return None
+
+
+def _summaries(grid: Grid) -> Iterator[tuple[str, str]]:
+    """Yield (precision, for how many settings each verdict against 32-true holds)."""
+    for name in _precisions(grid):
+        row = {}
+        for setting, column in grid.items():
+            comparison = column.get(name)
+            if comparison and comparison.baseline and not comparison.is_baseline:
+                row[setting] = comparison
+        if len(row) > 1:
+            verdicts = _counts(row, verdict_word, _NAMED_VERDICTS)
+            yield name, ", ".join([*verdicts, *_counts(row, speed_word)])
+
+
+def _counts(
+    row: Mapping[str, Comparison],
+    word_of: Callable[[Comparison], str],
+    named: Sequence[Verdict | None] = (),
+) -> Iterator[str]:
+    """Yield each word with the number of settings that it holds for, the most frequent first."""
+    settings_by_word = fmt.grouped((word_of(each), setting) for setting, each in row.items())
+    settings_by_word.pop("", None)
+    for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
+        text = f"{word} in {len(settings)} of {len(row)} settings"
+        if row[settings[0]].verdict in named and len(settings) < len(row):
+            text += f" ({join_names(settings)})"
+        yield text
+
+
+def settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
+    """Return the best group, and how precisions compare with 32-true in each setting.
+
+    Args:
+        ended: the comparisons of one device whose groups have a quality.
+        every: all comparisons of that device.
+    """
+    groups = [comparison.group for comparison in ended]
+    sentences: list[str] = []
+    if not has_several_models(groups):
+        sentences.append(_best_sentence(groups))
+    grid = _grid(every, groups[0].device)
+    summaries = [f"{name}: {text}" for name, text in _summaries(grid)]
+    if summaries:
+        more = len(summaries) - MAX_SUMMARIES
+        rest = [f"{more} more precisions: see the report"] if more > 0 else []
+        shown = "; ".join([*summaries[:MAX_SUMMARIES], *rest])
+        sentences.append(f"Against {BASELINE} in each setting: {shown}.")
+    if not sentences:
+        sentences.append("Different models or data: their qualities are not compared.")
+    return " ".join(sentences)
+
+
+def best_group(groups: Sequence[Group]) -> Group:
+    """Return the group with the best mean quality; every group must have one."""
+    pick = max if groups[0].direction == "max" else min
+    return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
+
+
+def _best_sentence(groups: Sequence[Group]) -> str:
+    """Return the best group, and the best group of each other precision."""
+    best = best_group(groups)
+    sentence = f"Best {best.metric}: {best.name} with {format_mean_sd(best.quality)}"
+    rest = [group for group in groups if group.precision != best.precision]
+    by_precision = fmt.grouped((group.precision, group) for group in rest)
+    others = [best_group(of_precision) for of_precision in by_precision.values()]
+    if others:
+        names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
+        sentence += f"; best of the other precisions: {names}"
+    if all(len(group.jobs) == 1 for group in groups):
+        sentence += "; one seed each: not judged"
+    return f"{sentence}."

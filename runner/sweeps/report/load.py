@@ -1,4 +1,4 @@
-"""Load a sweep's jobs with their curves and settings, from its folder or from MLflow alone.
+"""Load a sweep from its folder or from MLflow alone, and make its report anew: `runner report`.
 
 Each process that ran jobs stores a list of their results (jobs-<time>.json) with the parent run, so
 that a report made from MLflow also knows the jobs that never became a run there. What a job ran
@@ -7,21 +7,40 @@ with is in files of its folder and, for a job that was recorded, in MLflow.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.core import RunResult, files, fmt, layout, run_result, secrets, terminal
+from runner.config.commands import REPORT
+from runner.config.overrides import path_exists
+from runner.core import (
+    ConfigError,
+    RunResult,
+    files,
+    fmt,
+    journals,
+    layout,
+    run_result,
+    secrets,
+    terminal,
+)
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
+from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData, json_mapping
+from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.advise_request import AdviseRequest
+from runner.sweeps.verdict.compare import BASELINE, FIRST_SWEEP, SECOND_SWEEP, group_name
 from runner.sweeps.verdict.statistics import Tolerance
 from runner.tracking import history
+from runner.tracking.dashboard import sweep_links
+from runner.tracking.locate import newest_sweeps
 from runner.tracking.result_table import read_results
+from runner.tracking.uri import resolve_experiment, resolve_uri, sqlite_path
+from runner.tracking.writer_process import upload_in_background
 
 if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
@@ -47,6 +66,12 @@ _IGNORED_OVERRIDE = re.compile(
     r"[+~]*(seed|precision|mode|tracking\b.*|hydra\b.*|data\.root|train\.num_workers)="
 )
 """Overrides in which two jobs may differ and still be compared."""
+_IGNORED_KEYS = ("tracking.", "checkpoint.resume", "sweep.")
+"""Config keys that say where a job is recorded, and not what it computes."""
+_QUALITY_KEYS = ("model.", "task.", "data.", "adapter.", "mode")
+"""Config keys that say of what a quality is."""
+MAX_DIFFERENCES = 12
+"""Settings that the line of differences names."""
 
 
 def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
@@ -57,11 +82,8 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
         # A result names the folder where its job ran; the sweep may have been moved since.
         job_folder = folder / Path(result.folder).name
         curves = history.from_folder(job_folder)
-        text = ""
-        with suppress(OSError, ValueError):
-            text = files.read_text(job_folder / layout.ROUTERS)
-        settings = partial(read_settings, job_folder)
-        jobs.append(Job(result, curves, settings, _router_choices(text)))
+        routers = json_mapping(_read_text(job_folder, layout.ROUTERS))
+        jobs.append(Job(result, curves, partial(read_settings, job_folder), routers))
     commands = [terminal.quote_command(manifest.command)]
     lists = [text.partition("=")[2] for text in manifest.overrides if text.startswith("precision=")]
     return SweepData(
@@ -116,23 +138,22 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     runs = {run.run_id: run for run in reader.jobs(parent)}
     run_ids = {run.tags.get("output_dir"): run.run_id for run in runs.values()}
     results: list[RunResult] = []
-    for values in chain.from_iterable(facts.results for facts in stored):
-        # Entries that cannot be read are skipped.
-        with suppress(ValueError):
-            result = RunResult.from_json(values)
-            # A result without a run id belongs to the run that names its folder.
-            run_id = result.run_id or run_ids.get(result.folder)
-            results.append(replace(result, run_id=run_id))
-    requests = [AdviseRequest.from_json(facts.request) for facts in stored]
-    request = next(filter(None, reversed(requests)), None)
+    request = None
     tolerance = Tolerance()
+    # Entries that cannot be read are skipped.
     for facts in stored:
+        request = AdviseRequest.from_json(facts.request) or request
         with suppress(ValueError):
             tolerance = Tolerance(**files.dataclass_fields_from_json(Tolerance, facts.tolerance))
+        for values in facts.results:
+            with suppress(ValueError):
+                result = RunResult.from_json(values)
+                # A result without a run id belongs to the run that names its folder.
+                run_id = result.run_id or run_ids.get(result.folder)
+                results.append(replace(result, run_id=run_id))
     # A process that was killed stored no list: its jobs are known by their runs alone.
-    listed_ids = {result.run_id for result in results}
-    unlisted = [run for run in runs.values() if run.run_id not in listed_ids]
-    results += [result_of_run(reader, run) for run in unlisted]
+    listed = {result.run_id for result in results}
+    results += [result_of_run(reader, run) for key, run in runs.items() if key not in listed]
     if not request:
         results = with_unique_names(results)
     jobs = []
@@ -145,7 +166,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
             has_routers = any(name.startswith("experts/") for name in run.metrics)
             text = has_routers and reader.artifact_or_notice(run.run_id, layout.ROUTERS)
             settings_reader = partial(stored_settings, reader, run)
-            job = Job(result, curves, settings_reader, _router_choices(text or ""))
+            job = Job(result, curves, settings_reader, json_mapping(text or ""))
         jobs.append(job)
     commands = [command for facts in stored for command in facts.commands]
     return SweepData(
@@ -159,14 +180,6 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
         busy=max((facts.busy for facts in stored), default=0.0),
         tolerance=tolerance,
     )
-
-
-def _router_choices(text: str | bytes) -> dict[str, Any]:
-    """Return what a run's file says of its routers; empty for a missing or damaged one."""
-    content = None
-    with suppress(ValueError):
-        content = json.loads(text)
-    return content if isinstance(content, dict) else {}
 
 
 def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
@@ -206,9 +219,9 @@ def _compared_overrides(result: RunResult) -> frozenset[str]:
 def _stored_lists(reader: "Reader", parent: "StoredRun") -> Iterator[JobFacts]:
     """Yield what the processes that ran the jobs stored with the parent run when they ended."""
     for path in sorted(reader.artifacts(parent.run_id, JOB_RESULTS_FOLDER)):
+        content = json_mapping(reader.artifact_or_notice(parent.run_id, path) or "")
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
-            content = json.loads(reader.artifact_or_notice(parent.run_id, path) or b"{}")
             yield JobFacts(**files.dataclass_fields_from_json(JobFacts, content))
 
 
@@ -225,18 +238,19 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         if data:
             return replace(RunResult.from_json(json.loads(data)), **location)
     values: dict[str, Any] = {"folder": "", "precision": ""}
+    stored = {**run.metrics, **run.tags}
     for each in fields(RunResult):
         for name in each.metadata.get("stored", "").split():
-            if name in run.tags or name in run.metrics:
-                values[each.name] = run.tags.get(name, run.metrics.get(name))
+            if name in stored:
+                values[each.name] = stored[name]
     # The time of emulated arithmetic says nothing about the precision.
     if run.tags.get("emulated"):
         values |= {"kernels": "emulated", "examples_per_second": None, "step_ms": None}
     if run.status not in _STATUS_BY_RUN_STATUS:
         values["error"] = _UNKNOWN_STATUS
-    known = ("val/iou", "val/accuracy", "val/loss")
+    known = {"val/iou": "max", "val/accuracy": "max", "val/loss": "min"}
     quality = next((key for key in known if key in run.metrics), "")
-    direction: Any = "max" if quality in known[:2] else "min"
+    direction: Any = known.get(quality, "min")
     if run.tags.get("quality") in run.metrics:  # task.quality names it
         quality = run.tags["quality"]
         direction = run.tags.get("direction", direction)
@@ -253,7 +267,7 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
         quality=quality,
         direction=direction,
         skipped_steps=None if skipped is None else int(skipped),
-        caveats=list(filter(None, [run.tags.get("caveats", "")])),
+        caveats=[run.tags["caveats"]] if run.tags.get("caveats") else [],
         **values,
         **location,
     )
@@ -261,14 +275,16 @@ def result_of_run(reader: "Reader", run: "StoredRun") -> RunResult:
 
 def read_settings(folder: Path) -> JobSettings:
     """Return the settings of a run from its folder."""
-    texts = []
-    for name in (layout.CONFIG, layout.ENVIRONMENT):
-        text = ""
-        # A file that is missing or cannot be read says nothing.
-        with suppress(OSError, ValueError):
-            text = files.read_text(folder / name)
-        texts.append(text)
-    return JobSettings.of_texts(*texts)
+    return JobSettings.of_texts(
+        _read_text(folder, layout.CONFIG), _read_text(folder, layout.ENVIRONMENT)
+    )
+
+
+def _read_text(folder: Path, name: str) -> str:
+    """Return the text of a file; a file that is missing or cannot be read says nothing."""
+    with suppress(OSError, ValueError):
+        return files.read_text(folder / name)
+    return ""
 
 
 def stored_settings(reader: "Reader", run: "StoredRun") -> JobSettings:
@@ -277,8 +293,270 @@ def stored_settings(reader: "Reader", run: "StoredRun") -> JobSettings:
     Raises:
         TrackingError: the store does not answer.
     """
-    data = [
-        reader.artifact_or_notice(run.run_id, name) or b""
-        for name in (layout.CONFIG, layout.ENVIRONMENT)
-    ]
-    return JobSettings.of_texts(*(content.decode(errors="replace") for content in data))
+    names = (layout.CONFIG, layout.ENVIRONMENT)
+    contents = (reader.artifact_or_notice(run.run_id, name) or b"" for name in names)
+    return JobSettings.of_texts(*(content.decode(errors="replace") for content in contents))
+
+
+@dataclass(frozen=True)
+class LoadedSweep:
+    """A sweep as it was asked for.
+
+    Attributes:
+        name: folder or id, as it was typed.
+        date: when it began; empty if unknown.
+    """
+
+    name: str
+    date: str
+    data: SweepData
+
+
+def rebuild_report(argv: Sequence[str]) -> int:
+    """Run `runner report [sweep [sweep]] [tracking.uri=...] [--out <folder>]`.
+
+    A sweep is a folder, a parent run's id or a sweep's id. Without one, the newest: of the store or
+    experiment if one is given, else of outputs/sweeps. A report made from MLflow is stored there,
+    too. The report of two sweeps is written to files alone.
+
+    Args:
+        argv: the words after `report`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: an argument that it does not take, there is no such sweep, or the folder takes
+            no files.
+        TrackingError: the store does not answer.
+    """
+    arguments = REPORT.parse(argv)
+    out = arguments.values.get("--out")
+    upload_in_background(Path("outputs"))
+    try:
+        report = _report_two if len(arguments.words) == 2 else _report_one
+        paths = report(arguments.words, arguments.values, out)
+    except OSError as error:
+        raise ConfigError(
+            f"The report cannot be written: {error.filename or out}: "
+            f"{files.os_error_reason(error)}. "
+            "Type --out <folder> with a folder that takes files."
+        ) from error
+    print(terminal.sanitize(paths[0].read_text()))
+    print("\n".join(str(path) for path in paths))
+    return 0
+
+
+def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
+    """Write the report of one sweep; return the paths."""
+    sweep = sweeps[0] if sweeps else None
+    folder = Path(sweep) if sweep and path_exists(sweep) else None
+    if sweep is None and not any(key.startswith("tracking.") for key in typed):
+        folder = next(iter(newest_sweeps()), None)
+    if folder is not None:
+        return write_report(load_from_folder(folder), Path(out) if out else folder)
+    uri = existing_store(sweep, typed)
+    if sweep is None:
+        from runner.tracking.reader import Reader
+
+        name = resolve_experiment(typed.get("tracking.experiment"))
+        newest = Reader(uri).newest_sweep(name)
+        if newest is None:
+            raise ConfigError(
+                f"There is no sweep in the experiment {name!r} of {secrets.redact(uri)}. Type "
+                "report <sweep folder or parent run id>."
+            )
+        sweep = newest.run_id
+    return store_report(uri, sweep, Path(out) if out else report_folder(sweep))[0]
+
+
+def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
+    """Write the report over the jobs of two sweeps; return the paths."""
+    first, second = (_load_sweep(sweep, typed) for sweep in sweeps)
+    if first.data.sweep_id and first.data.sweep_id == second.data.sweep_id:
+        raise ConfigError(
+            f"{first.name} and {second.name} are the same sweep. Type report <A> <B> with two "
+            "sweeps."
+        )
+    name = f"{Path(first.name).name}-and-{Path(second.name).name}"
+    folder = Path(out) if out else report_folder(name)
+    return write_report(join_sweeps(first, second), folder)
+
+
+def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
+    """Return a sweep of a folder or of the store."""
+    if path_exists(sweep):
+        began_ms = Manifest.read(Path(sweep)).began_ms
+        return LoadedSweep(sweep, _date(began_ms), load_from_folder(Path(sweep)))
+    from runner.tracking.reader import Reader
+
+    reader = Reader(existing_store(sweep, typed))
+    parent = find_parent_run(reader, sweep)
+    return LoadedSweep(sweep, _date(parent.started_ms), load_from_store(reader, parent))
+
+
+def _date(unix_ms: int) -> str:
+    """Return date and minute of a Unix time in milliseconds; empty for 0, which is unknown."""
+    return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M}" if unix_ms else ""
+
+
+def store_report(
+    uri: str, sweep_id: str, folder: Path, jobs: Path | None = None
+) -> tuple[list[Path], SweepData]:
+    """Make the report of a sweep from MLflow alone and store it with the sweep's parent run.
+
+    Args:
+        uri: the store.
+        sweep_id: id of the sweep, of its parent run or of one of its jobs.
+        folder: where the files are written.
+        jobs: file of results to add to the parent run first, see write_job_facts().
+
+    Returns:
+        The files written, and the sweep.
+
+    Raises:
+        ConfigError: there is no such sweep.
+        TrackingError: the store does not answer.
+    """
+    # Imports MLflow, which takes a second: not for reports from a folder.
+    from runner.tracking.reader import Reader
+
+    reader = Reader(uri)
+    parent = find_parent_run(reader, sweep_id)
+    if jobs is not None:
+        reader.log_artifact(parent.run_id, jobs, JOB_RESULTS_FOLDER)
+    data = load_from_store(reader, parent)
+    paths = write_report(data, folder)
+    for path in paths:
+        reader.log_artifact(parent.run_id, path)
+    record = data.answer.record
+    links = sweep_links(parent.experiment_id, parent.run_id, data.sweep_id)
+    tags = {**record.tags, journals.NOTE_TAG: summary_markdown(data, links)}
+    reader.log_answer(parent, record.metrics, tags, record.steps)
+    return paths, data
+
+
+def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
+    """Return whether a parent run holds results of other processes than that of the file `own`.
+
+    Raises:
+        TrackingError: the store does not answer.
+    """
+    from runner.tracking.reader import Reader
+
+    return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOB_RESULTS_FOLDER))
+
+
+def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
+    """Return the URI of the store that holds the sweep.
+
+    Raises:
+        ConfigError: the store is a database that does not exist.
+    """
+    uri = resolve_uri(typed.get("tracking.uri"))
+    database = sqlite_path(uri)
+    # Opening a database that does not exist would create it.
+    if database and not database.exists():
+        missing = f"{sweep} is no sweep here" if sweep else "There is no sweep in outputs/sweeps"
+        raise ConfigError(
+            f"{missing}, and nothing was logged to {secrets.redact(uri)} yet. Type report "
+            "<sweep folder>, or tracking.uri=... for another store."
+        )
+    return uri
+
+
+def report_folder(sweep: str) -> Path:
+    """Return the folder of a report made from MLflow; the sweep's name may hold any character."""
+    return Path("outputs/reports") / re.sub(r"[^\w-]", "_", sweep)
+
+
+def find_parent_run(reader: "Reader", name: str) -> "StoredRun":
+    """Return the parent run of a sweep, named by its own id, a job's run id or the sweep's id."""
+    # Run ids are letters and digits; another name cannot be looked up as one.
+    run = reader.run(name) if name.isalnum() else None
+    if run is not None and run.tags.get("role") == "sweep":
+        return run
+    sweep_id = run.tags.get("sweep_id", "") if run else name
+    # The id becomes part of a filter of MLflow's, in which a quote ends the text.
+    parent = reader.sweep(sweep_id) if sweep_id and "'" not in sweep_id else None
+    if parent is None:
+        raise ConfigError(
+            f"{name} is no sweep: neither a sweep's folder here, nor a parent run or a sweep id "
+            f"in {secrets.redact(reader.uri)}. Type report <sweep folder or parent run id>, and "
+            "tracking.uri=... for another store."
+        )
+    return parent
+
+
+def join_sweeps(first: LoadedSweep, second: LoadedSweep) -> SweepData:
+    """Return the jobs of two sweeps as those of one, with a note on what differs between them.
+
+    Raises:
+        ConfigError: a sweep has no job.
+    """
+    jobs = []
+    names = []
+    for letter, sweep in ((FIRST_SWEEP, first), (SECOND_SWEEP, second)):
+        if not sweep.data.jobs:
+            raise ConfigError(
+                f"{sweep.name} has no job that wrote a result. Type report <A> <B> with two sweeps "
+                "that ran."
+            )
+        for job in sweep.data.jobs:
+            overrides = [*job.result.overrides, f"sweep={letter}"]
+            result = replace(job.result, sweep=letter, overrides=overrides)
+            jobs.append(replace(job, result=result))
+        names.append(f"{letter} is {', '.join(filter(None, [sweep.name, sweep.date]))}")
+    a, b = first.data, second.data
+    return SweepData(
+        jobs,
+        [*a.commands, *b.commands],
+        is_stopped=a.is_stopped or b.is_stopped,
+        job_count=max(a.job_count, len(a.jobs)) + max(b.job_count, len(b.jobs)),
+        fetch_failures=[*a.fetch_failures, *b.fetch_failures],
+        notes=[
+            f"{'; '.join(names)}. Both are compared with {BASELINE} of A.",
+            *_difference_notes(first, second),
+        ],
+        busy=max(a.busy, b.busy),
+        tolerance=a.tolerance,
+    )
+
+
+def _difference_notes(first: LoadedSweep, second: LoadedSweep) -> Iterator[str]:
+    """Yield what the jobs of A and B ran with, where it differs, in one line, and a reservation."""
+    pair = (first.data.jobs, second.data.jobs)
+    names, other_names = ({group_name(job.result) for job in jobs} for jobs in pair)
+    # The jobs whose groups both sweeps have; all if they share none.
+    shared = names & other_names or names | other_names
+    values, others = (
+        _known_values(job for job in jobs if group_name(job.result) in shared) for jobs in pair
+    )
+    if not values or not others:
+        yield "What differs between A and B is not known: the jobs of one have no config.yaml."
+        return
+    differences = []
+    quality_keys = []
+    for key in {**values, **others}:
+        own, other = (", ".join(sorted(each.get(key, ()))) for each in (values, others))
+        if own != other and not key.startswith(_IGNORED_KEYS):
+            differences.append(f"{key} ({own or 'none'}, {other or 'none'})")
+            quality_keys += [key] if key.startswith(_QUALITY_KEYS) else []
+    if not differences:
+        yield "No setting, version or commit that A and B recorded differs."
+        return
+    yield f"What differs (in A, in B): {join_names(differences, MAX_DIFFERENCES)}."
+    if quality_keys:
+        yield (
+            f"The qualities of A and B are of other models, tasks or data "
+            f"({join_names(quality_keys)}): their difference is not that of the precisions."
+        )
+
+
+def _known_values(jobs: Iterable[Job]) -> dict[str, set[str]]:
+    """Return the values that jobs ran with, by key; empty where no job has a config."""
+    values: dict[str, set[str]] = {}
+    for settings in (job.read_settings() for job in jobs):
+        for key, value in settings.values.items() if settings.config else ():
+            values.setdefault(key, set()).update({value} - {""})
+    return values

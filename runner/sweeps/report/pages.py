@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from runner.config.resolve import omitted_key_messages
-from runner.core import RunResult, files, fmt, secrets
+from runner.core import RunResult, files, fmt, layout, secrets
 from runner.output.markup import (
     Block,
     Cell,
@@ -34,11 +36,9 @@ from runner.sweeps.other_programs import BUSY_SHARE
 from runner.sweeps.report.advice_page import advice_blocks
 from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
-from runner.sweeps.report.conclusion import NO_BASELINE_REASON
-from runner.sweeps.report.settings_grid import settings_blocks
+from runner.sweeps.report.conclusion import NO_BASELINE_REASON, settings_blocks
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import OUTCOME_WORDS, cast_note, common_verdict, join_names
-from runner.sweeps.verdict.answer import CaveatKind
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_ONE_SEED,
@@ -49,8 +49,6 @@ from runner.sweeps.verdict.compare import (
 from runner.sweeps.verdict.statistics import ERROR_RATE
 from runner.tracking.result_table import setting_values, table_columns, table_rows
 
-NOTED_CAVEATS = (CaveatKind.FAILED, CaveatKind.UNTRAINED, CaveatKind.BUSY)
-"""Caveats in the note of MLflow's parent run."""
 MAX_TITLE_KEYS = 4
 """Swept keys in the title of the page."""
 MAX_FAILED_JOB_NAMES = 6
@@ -114,7 +112,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         ]
     pictures = [svg_element(figure) for figure in chart_figures(data)]
     charts = [Heading("Curves"), Charts(pictures, legend_entries(data))] if pictures else []
-    details = list(_detail_blocks(data))
+    details = [*_detail_blocks(data)]
 
     # Markdown cannot hold the charts: they are in report.png.
     paths = [
@@ -123,13 +121,12 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     ]
     figure = overview_figure(data)
     if figure is not None:
-        picture_path = files.prepare_output(folder / "report.png")
-        figure.savefig(picture_path, dpi=110)
-        paths.append(picture_path)
+        paths.append(files.prepare_output(folder / "report.png"))
+        figure.savefig(paths[-1], dpi=110)
     record = data.answer.record
     paths += write_rows(data.results, folder, {**record.metrics, **record.tags})
     if data.gate is not None:
-        paths.append(data.gate.write(folder))
+        paths.append(files.write_json(folder / layout.VERDICT, data.gate.to_json()))
     return paths
 
 
@@ -147,11 +144,8 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         parts = [*map(markdown, _answer_blocks(data)), links]
     else:
         # The command is in the run's tag, other caveats are in the report.
-        noted = [markdown_text(each.text) for each in answer.caveats if each.kind in NOTED_CAVEATS]
-        parts = [
-            markdown(Text(answer.sentence, "answer")),
-            " · ".join(filter(None, [links, *noted])),
-        ]
+        line = " · ".join(filter(None, [links, *map(markdown_text, answer.noted)]))
+        parts = [markdown(Text(answer.sentence, "answer")), line]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -168,10 +162,10 @@ def _page_title(data: SweepData) -> str:
     models = _distinct(result.model for result in results)
     data_sets = _distinct(result.data for result in results)
     trained = " on ".join(filter(None, [models, data_sets]))
-    if data.request and data.request.mode == "gate":
-        return f"Does this precision train {trained or 'this model'}?"
     if data.request:
-        return f"Which precision for {trained or 'this model'}?"
+        is_gate = data.request.mode == "gate"
+        question = "Does this precision train" if is_gate else "Which precision for"
+        return f"{question} {trained or 'this model'}?"
     keys = swept_keys(results)[:MAX_TITLE_KEYS]
     title = f"Sweep over {' × '.join(keys) or 'one job'}"
     return f"{title}: {trained}" if trained else title
@@ -179,23 +173,18 @@ def _page_title(data: SweepData) -> str:
 
 def swept_keys(results: Sequence[RunResult]) -> list[str]:
     """Return the keys whose values differ between jobs, in the order of the command."""
-    values_by_job = [setting_values(result) for result in results]
-    keys = dict.fromkeys(key for values in values_by_job for key in values)
+    by_job = [(result, setting_values(result)) for result in results]
+    keys = dict.fromkeys(key for _, values in by_job for key in values)
     swept = []
     for key in keys:
         # A precision that does not take a key of the command runs without it.
-        values_of_key = {
-            values.get(key)
-            for result, values in zip(results, values_by_job, strict=True)
-            if key not in result.left_out
-        }
-        if len(values_of_key) > 1:
+        takers = [values for result, values in by_job if key not in result.left_out]
+        if len({values.get(key) for values in takers}) > 1:
             swept.append(key)
-    if swept:
-        return swept
     # A result made from the tags of a run has a precision and no overrides.
-    precisions = {result.precision for result in results}
-    return ["precision"] if len(precisions) > 1 else []
+    if not swept and len({result.precision for result in results}) > 1:
+        return ["precision"]
+    return swept
 
 
 def _distinct(names: Iterable[str]) -> str:
@@ -211,8 +200,7 @@ def _answer_blocks(data: SweepData) -> Iterator[Block]:
         if data.advice:
             yield Text("Next:")
         yield Commands([str(answer.command)])
-    for caveat in answer.caveats:
-        yield Text(caveat.text)
+    yield from map(Text, answer.caveats)
 
 
 def _compared_blocks(data: SweepData) -> Iterator[Block]:
@@ -220,7 +208,7 @@ def _compared_blocks(data: SweepData) -> Iterator[Block]:
     table of groups."""
     compared = data.compared
     groups = [comparison.group for comparison in compared]
-    finished = sum(group.counts.get("finished", 0) for group in groups)
+    finished = sum(group.counts["finished"] for group in groups)
     # The number of jobs is not known of every sweep; then those that began are counted.
     job_count = max(data.job_count, len(data.jobs))
     count = f"{finished} of {job_count} jobs finished"
@@ -236,34 +224,27 @@ def _compared_blocks(data: SweepData) -> Iterator[Block]:
     verdict = common_verdict(compared)
     if verdict:
         yield Text(f"Against the baseline, each one with a result: {verdict}.", "small")
-    alone = [comparison.group for comparison in compared if comparison.baseline is None]
-    ended = [group for group in alone if group.finished_count]
-    uncompared = [group.name for group in ended if group.precision != BASELINE]
+    alone = [c.group for c in compared if c.baseline is None and c.group.finished_count]
+    names = join_names(group.name for group in alone if group.precision != BASELINE)
     # Without any baseline the conclusion says so already.
-    if uncompared and any(comparison.baseline for comparison in compared):
-        names = join_names(uncompared)
+    if names and any(comparison.baseline for comparison in compared):
         yield Text(f"Not compared: {names}: {NO_BASELINE_REASON} with the same settings.", "small")
 
 
 def _detail_blocks(data: SweepData) -> Iterator[Block]:
     """Yield what stands under the charts: failures, every job, the commands, the method."""
-    groups = [comparison.group for comparison in data.compared]
     failed = [job for job in data.jobs if job.result.outcome != "finished"]
-    labels_by_reason = fmt.grouped((_failure_reason(job), job_name(job.result)) for job in failed)
-    if labels_by_reason:
-        failures = labels_by_reason.items()
+    failures = fmt.grouped((_failure_reason(job), job_name(job.result)) for job in failed).items()
+    if failures:
         yield Heading("Without a result")
         yield Items([(join_names(jobs, MAX_FAILED_JOB_NAMES), why) for why, jobs in failures])
     if data.router_flips:
         yield Heading("Tokens whose experts are others")
         layers = dict.fromkeys(layer for row in data.router_flips.values() for layer in row)
-        rows = [
-            [
-                Cell(name),
-                *(Cell(fmt.format_percent(row[layer]) if layer in row else "") for layer in layers),
-            ]
-            for name, row in data.router_flips.items()
-        ]
+        rows = []
+        for name, row in data.router_flips.items():
+            shares = {layer: fmt.format_percent(share) for layer, share in row.items()}
+            rows.append([Cell(name), *(Cell(shares.get(layer, "")) for layer in layers)])
         yield Table(["precision", *layers], rows)
         yield Text(ROUTERS_NOTE, "small")
     if data.jobs:
@@ -273,11 +254,15 @@ def _detail_blocks(data: SweepData) -> Iterator[Block]:
         yield Heading("Commands")
         yield Commands(data.commands)
     # mode=advise judges by a test of its own, which advice_page explains.
-    if data.request:
-        return
-    if any(group.finished_count for group in groups):
+    if not data.request and any(c.group.finished_count for c in data.compared):
         yield Heading("How this was compared")
-        yield Items(list(report_footnotes(data)), small=True)
+        notes = []
+        for footnote in FOOTNOTES:
+            # A report gets the note of a number only if it shows such a number.
+            if any(map(footnote.is_shown_by, data.compared)):
+                text = footnote.text
+                notes.append((footnote.term, text if isinstance(text, str) else text(data)))
+        yield Items(notes, small=True)
 
 
 def _failure_reason(job: Job) -> str:
@@ -288,27 +273,15 @@ def _failure_reason(job: Job) -> str:
         return f"{words}: {result.error}"
     if result.outcome != "diverged":
         return words
-    metrics = ", ".join(
-        f"{name} {fmt.format_number(value)}" for name, value in result.metrics.items()
-    )
+    pairs = (f"{name} {fmt.format_number(value)}" for name, value in result.metrics.items())
+    reason = f"diverged: {', '.join(pairs)}"
     curve = job.curves.get("train/loss")
     if curve is not None and curve.shape[-1]:
-        for step, loss in zip(*curve_points(curve), strict=True):
-            if not math.isfinite(loss):
-                first = f"training loss first not finite at step {int(step)}"
-                return f"diverged: {metrics}; {first}"
-    return f"diverged: {metrics}"
-
-
-def report_footnotes(data: SweepData) -> Iterator[tuple[str, str]]:
-    """Yield (term, explanation) for every kind of number that the report compares.
-
-    A report gets the note of a number only if it shows such a number.
-    """
-    for footnote in FOOTNOTES:
-        if any(map(footnote.is_shown_by, data.compared)):
-            text = footnote.text
-            yield footnote.term, text if isinstance(text, str) else text(data)
+        steps, losses = curve_points(curve)
+        nonfinite = steps[~np.isfinite(losses)]
+        if len(nonfinite):
+            reason += f"; training loss first not finite at step {int(nonfinite[0])}"
+    return reason
 
 
 def _quality_note(data: SweepData) -> str:
@@ -329,18 +302,18 @@ def _verdict_note(data: SweepData) -> str:
 
 
 def _rounding_note(data: SweepData) -> str:
-    names_by_rounding: dict[str, list[str]] = {}
-    for comparison in data.compared:
-        group = comparison.group
-        roundings = {job.fused_rounding or "uncompiled" for job in group.jobs}
-        for rounding in sorted(roundings) if group.finished_count else ():
-            names_by_rounding.setdefault(rounding, []).append(group.name)
-    groups = [f"{name}: {', '.join(names)}" for name, names in names_by_rounding.items()]
+    roundings = []
+    for group in (comparison.group for comparison in data.compared):
+        if group.finished_count:
+            own = sorted({job.fused_rounding or "uncompiled" for job in group.jobs})
+            roundings += [(rounding, group.name) for rounding in own]
+    names_by_rounding = fmt.grouped(roundings).items()
+    groups = [f"{rounding}: {', '.join(names)}" for rounding, names in names_by_rounding]
     return f"{'; '.join(groups)}. {ROUNDING_NOTE}"
 
 
 def _left_out_note(data: SweepData) -> str:
-    pairs = [f"{result.precision} {key}" for result in data.results for key in result.left_out]
+    pairs = (f"{result.precision} {key}" for result in data.results for key in result.left_out)
     return " ".join(omitted_key_messages([*dict.fromkeys(pairs)]))
 
 
@@ -400,16 +373,13 @@ def write_rows(
     writer = csv.DictWriter(text, [*columns], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    plain = [{name: _json_value(value) for name, value in row.items()} for row in rows]
-    content = {"version": SCHEMA_VERSION, "columns": columns, "rows": plain, "answer": answer}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[name] = str(value)
+    content = {"version": SCHEMA_VERSION, "columns": columns, "rows": rows, "answer": answer}
     json_text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     return [
         files.write_text(folder / "report.csv", text.getvalue()),
         files.write_text(folder / "report.json", json_text),
     ]
-
-
-def _json_value(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

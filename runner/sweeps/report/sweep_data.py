@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,15 +31,9 @@ from runner.sweeps.report.wording import (
     unasked_sentences,
     verdict_words,
 )
-from runner.sweeps.sweep_resume import (
-    RESUME_KEY,
-    RUNNER_COMMAND,
-    Command,
-    fixing_word,
-    resume_command,
-)
+from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command, fixing_word, resume_command
 from runner.sweeps.verdict.advise_request import AdviseRequest
-from runner.sweeps.verdict.answer import Answer, AnswerRecord, CaveatKind, Reason, known_caveats
+from runner.sweeps.verdict.answer import Answer, AnswerRecord
 from runner.sweeps.verdict.compare import (
     BASELINE,
     Comparison,
@@ -79,11 +72,7 @@ class JobSettings:
     @classmethod
     def of_texts(cls, config: str, environment: str) -> "JobSettings":
         """Return the settings that the texts of a run's two files hold; damaged ones hold none."""
-        facts: Any = {}
-        with suppress(ValueError):
-            facts = json.loads(environment)
-        if not isinstance(facts, dict):
-            return cls(flat_config(config))
+        facts = json_mapping(environment)
         known = {name: facts.get(name) for name in _MACHINE_FACTS}
         packages = facts.get("packages")
         if isinstance(packages, dict):
@@ -170,20 +159,18 @@ class SweepData:
         found = advice_answer(self.advice, self.gate) if self.advice else self._compared_answer()
         statuses = [result.status for result in self.results]
         failed = statuses.count("failed") + statuses.count("stopped")
-        is_untried = not set(run_result.UNTRIED).isdisjoint(statuses)
-        if self.accepts_untried and "finished" in statuses:
-            is_untried = False
+        is_accepted = self.accepts_untried and "finished" in statuses
         if self.advice and not self.is_stopped:
             # A precision that fails or is not available is an answer: nothing failed once one is
             # recommended.
-            is_untried = False
+            is_accepted = True
             failed = 0 if self.advice.recommendation else failed
-        status = 2 if is_untried else 0
+        status = 0 if is_accepted or set(run_result.UNTRIED).isdisjoint(statuses) else 2
         if self.gate:
-            status = self.gate.exit_status
-        if failed:
             # Of a gate 1 means rejected, and nothing else.
-            status = 2 if self.gate else 1
+            status = 2 if failed else self.gate.exit_status
+        elif failed:
+            status = 1
         return replace(found, failed=failed, exit_status=status, record=self._record())
 
     def _compared_answer(self) -> Answer:
@@ -191,26 +178,28 @@ class SweepData:
         compared = self.compared
         groups = [comparison.group for comparison in compared]
         is_on_cpu = any(group.is_on_cpu for group in groups)
-        caveats = known_caveats(
-            {
-                CaveatKind.FAILED: failure_sentence(compared, self._missing_jobs_clause()),
-                CaveatKind.UNTRAINED: self._untrained_sentence(),
-                CaveatKind.FROZEN: frozen_sentence(compared),
-                CaveatKind.NOT_AS_ASKED: unasked_sentences(groups),
-                CaveatKind.STAGNANT: stagnation_sentence(groups),
-                CaveatKind.ROUTERS: self._flips_sentence(),
-                CaveatKind.BUSY: busy_sentence(self.busy if is_on_cpu else 0.0),
-            }
-        )
+        failures = failure_sentence(compared, self._missing_jobs_clause())
+        first = [*filter(None, [failures, self._untrained_sentence()])]
+        others = [
+            frozen_sentence(compared),
+            *unasked_sentences(groups),
+            stagnation_sentence(groups),
+            self._flips_sentence(),
+        ]
+        last = [*filter(None, [busy_sentence(self.busy if is_on_cpu else 0.0)])]
+        caveats = [*first, *filter(None, others), *last]
+        noted = [*first, *last]
         statuses = [result.status for result in self.results]
         if self.lacks_jobs or (self.is_stopped and "stopped" in statuses):
-            count = str(statuses.count("finished"))
-            count += f" of {self.job_count}" if self.job_count else ""
-            text = f"No answer yet: {count} jobs finished. Resume the sweep."
+            of_all = f" of {self.job_count}" if self.job_count else ""
+            text = (
+                f"No answer yet: {statuses.count('finished')}{of_all} jobs finished. Resume the "
+                "sweep."
+            )
             command = resume_command(self.folder) if self.folder else None
-            return Answer(Reason.UNFINISHED, text, caveats, command=command)
+            return Answer(text, caveats, noted, command=command, is_unfinished=True)
         if any(result.sweep for result in self.results):
-            return Answer(Reason.OPEN, two_sweeps_sentence(compared), caveats)
+            return Answer(two_sweeps_sentence(compared), caveats, noted)
         by_device = device_answers(compared)
         sentences = []
         for device, each in by_device.items():
@@ -218,20 +207,17 @@ class SweepData:
             sentences.append(f"{place}{self._sentence(each)}")
         text = " ".join(sentences) or no_result_sentence(compared)
         if len(by_device) != 1:
-            return Answer(Reason.OPEN, text, caveats)
+            return Answer(text, caveats, noted)
         (only,) = by_device.values()
-        reason = Reason.OPEN
-        if only.pick:
-            reason = Reason.BASELINE if only.pick.is_baseline else Reason.RECOMMENDED
-        return Answer(reason, text, caveats, only.pick, only.words, self._next_command(only))
+        return Answer(text, caveats, noted, only.pick, self._next_command(only))
 
     def _sentence(self, answer: DeviceAnswer) -> str:
         """Return an answer with what to type; without it for trainings by another trainer."""
         if not answer.words or not any(result.overrides for result in self.results):
             return answer.text
-        words = [*answer.words]
+        words = answer.words
         if self._can_resume_with(words):
-            words = [f"{RESUME_KEY}={os.path.relpath(self.folder)}", *words]
+            words = resume_command(self.folder, *words).words
         command = terminal.quote_command(words)
         return f"{answer.text} Type {' '.join(filter(None, [command, answer.aim]))}."
 
@@ -246,8 +232,8 @@ class SweepData:
         # A sweep is a new one, and gets a folder of its own.
         dropped = [f"{fmt.override_key(word)}=" for word in typed] + ["hydra.sweep.dir="]
         if answer.pick is not None:
-            chosen = [result for result in self.results if typed[0] in result.overrides]
-            left_out = chosen[0].left_out if chosen else ()
+            chosen = (result.left_out for result in self.results if typed[0] in result.overrides)
+            left_out = next(chosen, ())
             presets = ("sweep", "hydra.", "hydra/", "launcher=", "-m", "--multirun")
             dropped += ["seed=", *presets, *left_out]
         kept = [word for word in words[3:] if not word.lstrip("+").startswith(tuple(dropped))]
@@ -266,8 +252,8 @@ class SweepData:
         command = self._command_words()
         if not self.folder or command[:3] not in ([], RUNNER_COMMAND):
             return False
-        keys = {fmt.override_key(word) for word in words}
-        return keys == {"advise.max_gap"} or (keys == {"seed"} and not fixing_word(command))
+        keys = [*map(fmt.override_key, words)]
+        return keys == ["advise.max_gap"] or (keys == ["seed"] and not fixing_word(command))
 
     def _record(self) -> AnswerRecord:
         """Return what MLflow's parent run holds of the answer."""
@@ -277,16 +263,15 @@ class SweepData:
         tags = {}
         for comparison, verdict in judged:
             group = comparison.group
-            speed = comparison.speed_ratio
+            difference = comparison.difference
             numbers = {
-                "gap": group.change.mean if group.change else None,
-                "gap_half_width": None,
-                "speed_ratio": speed.value if speed else None,
+                "gap": sign * difference.value
+                if difference
+                else group.change and group.change.mean,
+                "gap_half_width": difference and difference.ci_half_width,
+                "speed_ratio": comparison.speed_ratio and comparison.speed_ratio.value,
                 "memory_ratio": comparison.memory_ratio,
             }
-            if comparison.difference:
-                numbers["gap"] = sign * comparison.difference.value
-                numbers["gap_half_width"] = comparison.difference.ci_half_width
             # The first device's names stay when jobs of another device join the sweep.
             is_first = group.device == judged[0][0].group.device
             name = _metric_name(group.name if is_first else f"{group.name} {group.device}")
@@ -309,15 +294,7 @@ class SweepData:
             return [(comparison, self.gate.decision)]
         if self.advice is None:
             return [(comparison, verdict_words(comparison)) for comparison in self.compared]
-        judged = []
-        for verdict in self.advice.verdicts:
-            comparison = verdict.comparison
-            if verdict.is_emulated:
-                # As in the table: an emulation's speed is not the hardware's, nor its peak memory.
-                memory = comparison.memory_ratio if verdict.group.is_on_cpu else None
-                comparison = replace(comparison, speed_ratio=None, memory_ratio=memory)
-            judged.append((comparison, rating_words(verdict)))
-        return judged
+        return [(verdict.comparison, rating_words(verdict)) for verdict in self.advice.verdicts]
 
     @property
     def lacks_jobs(self) -> bool:
@@ -344,7 +321,7 @@ class SweepData:
         if not self.job_count:
             return "the sweep was stopped before its last job"
         missing = self.job_count - len(self.jobs)
-        begun = {result.precision for result in self.results}
+        begun = [result.precision for result in self.results]
         names = [name for name in self.swept_precisions if name not in begun]
         among = f", among them all of {join_names(names)}" if names else ""
         return f"{missing} of the sweep's {self.job_count} jobs had not begun{among}"
@@ -361,18 +338,19 @@ class SweepData:
             return job.result.seed, job.result.device, shared_settings(job.result.settings)
 
         baselines = {key(job): job for job in self.jobs if job.result.precision == BASELINE}
-        shares: dict[str, dict[str, list[float]]] = {}
+        shares = []
         for job in self.jobs:
             own = baselines.get(key(job), job)
             for layer, chosen in job.router_choices.items():
                 base = own.router_choices.get(layer, ())
                 if own is not job and len(chosen) == len(base) > 0:
-                    of_layer = shares.setdefault(group_name(job.result), {}).setdefault(layer, [])
-                    of_layer.append(fmean(a != b for a, b in zip(chosen, base, strict=True)))
-        return {
-            group: {layer: fmean(values) for layer, values in layers.items()}
-            for group, layers in shares.items()
-        }
+                    share = fmean(a != b for a, b in zip(chosen, base, strict=True))
+                    shares.append((group_name(job.result), (layer, share)))
+        flips = {}
+        for group, of_group in fmt.grouped(shares).items():
+            by_layer = fmt.grouped(of_group).items()
+            flips[group] = {layer: fmean(values) for layer, values in by_layer}
+        return flips
 
     def _flips_sentence(self) -> str:
         """Return how many tokens routers sent to other experts; empty without routers."""
@@ -388,13 +366,12 @@ class SweepData:
         found = []
         for job in self.jobs:
             curve = job.curves.get("train/loss")
-            is_finished = job.result.outcome == "finished"
-            if not is_finished or curve is None or curve.shape[-1] < MIN_LEARNING_STEPS:
-                continue
-            steps, _, losses = curve
-            # The first step's loss is of the weights before any update.
-            if steps[0] == 1 and losses[-len(losses) // 10 :].mean() >= losses[0]:
-                found.append(job.result)
+            if job.result.outcome == "finished" and curve is not None:
+                steps, _, losses = curve
+                # The first step's loss is of the weights before any update.
+                is_known = len(losses) >= MIN_LEARNING_STEPS and steps[0] == 1
+                if is_known and losses[-len(losses) // 10 :].mean() >= losses[0]:
+                    found.append(job.result)
         return found
 
     def _untrained_sentence(self) -> str:
@@ -407,6 +384,14 @@ class SweepData:
 def _metric_name(name: str) -> str:
     """Return a group's name as MLflow takes it, which allows no equals sign."""
     return secrets.redact(name).replace("=", ":")
+
+
+def json_mapping(text: str | bytes) -> dict[str, Any]:
+    """Return the mapping that a file of a run holds; empty for a missing or damaged one."""
+    content = None
+    with suppress(ValueError):
+        content = json.loads(text)
+    return content if isinstance(content, dict) else {}
 
 
 def flat_config(text: str) -> dict[str, str]:

@@ -25,14 +25,19 @@ VERDICT_WORDS = {
     Verdict.UNAVAILABLE: "not on this machine",
 }
 VERDICT_TONES: dict[Verdict, Tone] = {
-    **dict.fromkeys((Verdict.RECOMMENDED, Verdict.BETTER), "good"),
-    **dict.fromkeys((Verdict.WORSE, Verdict.DIVERGED, Verdict.FAILED, Verdict.STALLED), "bad"),
-    **dict.fromkeys((Verdict.UNCLEAR, Verdict.UNJUDGED), "quiet"),
-    **dict.fromkeys((Verdict.SLOW, Verdict.UNAVAILABLE), "quiet"),
+    Verdict.RECOMMENDED: "good",
+    Verdict.BETTER: "good",
+    Verdict.WORSE: "bad",
+    Verdict.DIVERGED: "bad",
+    Verdict.FAILED: "bad",
+    Verdict.STALLED: "bad",
+    Verdict.UNCLEAR: "quiet",
+    Verdict.UNJUDGED: "quiet",
+    Verdict.SLOW: "quiet",
+    Verdict.UNAVAILABLE: "quiet",
 }
 OUTCOME_WORDS = {"unavailable": "unavailable here", "refused": "not tried"}
 """Outcomes of jobs whose names say too little."""
-NOT_COMPARED = "not compared"
 MIN_STAGNANT_SHARE = 0.01
 """Share of the weights that did not move, from which the table mentions it."""
 MAX_LISTED_NAMES = 3
@@ -101,8 +106,8 @@ def outcome_words(group: Group) -> str:
 
 def verdict_words(comparison: Comparison) -> str:
     """Return the verdict on a group against its baseline, or how its jobs ended without one."""
-    if comparison.difference:
-        return VERDICT_WORDS[comparison.difference.verdict]
+    if comparison.verdict:
+        return VERDICT_WORDS[comparison.verdict]
     return "baseline" if comparison.is_baseline else outcome_words(comparison.group)
 
 
@@ -113,22 +118,20 @@ def difference_words(difference: Difference) -> tuple[str, str]:
     half_width = difference.ci_half_width
     if difference.verdict is Verdict.UNJUDGED:
         return f"{words} (one seed)", f"{value:+.2g}"
-    if difference.verdict in (Verdict.INDISTINGUISHABLE, Verdict.UNCLEAR, Verdict.STALLED):
-        is_identical = half_width == 0 and value == 0
-        numbers = format_interval(value, half_width, "+")
-        return words, "identical in every seed" if is_identical else numbers
-    return f"{words} by {format_interval(abs(value), half_width)}", ""
+    if difference.verdict in (Verdict.WORSE, Verdict.BETTER):
+        return f"{words} by {format_interval(abs(value), half_width)}", ""
+    if half_width == value == 0:
+        return words, "identical in every seed"
+    return words, format_interval(value, half_width, "+")
 
 
 def common_verdict(comparisons: Sequence[Comparison]) -> str:
     """Return the verdict that all of many differences to the baseline share, else empty."""
     differences = [c.difference for c in comparisons if c.difference]
-    verdicts = {difference.verdict for difference in differences}
     # A verdict by how much differs from row to row.
-    is_common = len(verdicts) == 1 and not verdicts & {Verdict.WORSE, Verdict.BETTER}
-    if not is_common or len(differences) <= MAX_LISTED_NAMES:
-        return ""
-    return difference_words(differences[0])[0]
+    words = {difference_words(difference)[0] for difference in differences}
+    is_common = len(words) == 1 and differences[0].verdict not in (Verdict.WORSE, Verdict.BETTER)
+    return words.pop() if is_common and len(differences) > MAX_LISTED_NAMES else ""
 
 
 def speed_words(comparison: Comparison) -> str:
@@ -137,16 +140,13 @@ def speed_words(comparison: Comparison) -> str:
     return f"{format_ratio(comparison.speed_ratio)} × as fast as {baseline}"
 
 
-def memory_words(comparison: Comparison) -> str:
+def memory_words(comparison: Comparison, lead: str = "", whose: str = "its") -> str:
     """Return a group's memory, for example `0.60 × its peak memory`; empty if it is the same."""
     # Compared as printed: "1.00 × its memory" would read as a difference.
     ratio = "" if comparison.memory_ratio is None else f"{comparison.memory_ratio:.2f}"
-    return "" if ratio in ("", "1.00") else f"{ratio} × its {memory_name(comparison)}"
-
-
-def memory_name(comparison: Comparison) -> str:
-    """Return which memory is compared; see Group.memory_mib."""
-    return "weights and optimizer state" if comparison.group.is_on_cpu else "peak memory"
+    # See RunResult.memory_mib.
+    memory = "weights and optimizer state" if comparison.group.is_on_cpu else "peak memory"
+    return "" if ratio in ("", "1.00") else f"{lead}{ratio} × {whose} {memory}"
 
 
 def speed_word(comparison: Comparison) -> str:
@@ -159,9 +159,7 @@ def verdict_word(comparison: Comparison) -> str:
     """Return the verdict on quality in words, empty for an evaluated checkpoint."""
     if comparison.group.is_evaluation:
         return ""
-    if comparison.difference is None:
-        return NOT_COMPARED
-    return VERDICT_WORDS[comparison.difference.verdict]
+    return VERDICT_WORDS[comparison.verdict] if comparison.verdict else "not compared"
 
 
 def rating_words(verdict: PrecisionVerdict) -> str:
@@ -209,9 +207,8 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
         spread = group.loss if request.metric == metric_names.VAL_LOSS else group.quality
         if spread is None or verdict.name != request.baseline:
             return ""
-        seeds = "one seed"
-        if spread.sd is not None:
-            seeds = f"seeds differ by {fmt.format_number(spread.sd)}"
+        deviation = f"seeds differ by {fmt.format_number(spread.sd)}"
+        seeds = "one seed" if spread.sd is None else deviation
         return f"{request.noun} {fmt.format_number(spread.mean)}, {seeds}"
     if test.n < MIN_SEEDS:
         gap = f"{request.sign * test.value:+.2g}"
@@ -237,14 +234,10 @@ def health_words(verdict: PrecisionVerdict) -> str:
 
 def stagnation_sentence(groups: Iterable[Group]) -> str:
     """Return in which groups weights did not move; empty without any."""
-    shares = {group.name: group.stagnant_share for group in groups}
-    found = [f"{n} {share:.0%}" for n, share in shares.items() if share >= MIN_STAGNANT_SHARE]
-    if not found:
-        return ""
-    return (
-        f"Weights that the last step did not move: {join_names(found)} "
-        "(updates under half a unit in a weight's last place)."
-    )
+    found = [group for group in groups if group.stagnant_share >= MIN_STAGNANT_SHARE]
+    names = join_names(f"{group.name} {group.stagnant_share:.0%}" for group in found)
+    note = "(updates under half a unit in a weight's last place)"
+    return f"Weights that the last step did not move: {names} {note}." if found else ""
 
 
 def unasked_sentences(groups: Iterable[Group]) -> list[str]:

@@ -16,8 +16,7 @@ from runner.sweeps.verdict.statistics import Tolerance
 
 TIMEOUT_TIME_RATIO = 4
 """Time limit of a trial over the time that the baseline takes."""
-_COUNT_WORDS = ("no", "one", "two", "three", "four", "five", "six")
-TIMEOUT_WORDS = f"more than {_COUNT_WORDS[TIMEOUT_TIME_RATIO]} times"
+TIMEOUT_WORDS = "more than four times"
 """TIMEOUT_TIME_RATIO in a sentence."""
 EMULATED_STEP_TIME_RATIO = 5.0
 """Expected step time of an emulated precision over the baseline's."""
@@ -118,10 +117,9 @@ class AdviseRequest:
         Args:
             values: content of advise.json.
         """
-        try:
+        with suppress(ValueError):
             return cls(**files.dataclass_fields_from_json(cls, values))
-        except ValueError:
-            return None
+        return None
 
     @classmethod
     def read(cls, folder: Path) -> "AdviseRequest | None":

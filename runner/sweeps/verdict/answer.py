@@ -2,56 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
 from runner.sweeps.sweep_resume import Command
 from runner.sweeps.verdict.compare import Comparison
-
-
-class Reason(StrEnum):
-    """Why an answer names a precision to train in, or none."""
-
-    RECOMMENDED = "recommended"
-    """Another precision than the baseline trains as well and is measurably better."""
-    BASELINE = "baseline"
-    """None does."""
-    OPEN = "open"
-    """More evidence is needed."""
-    NOT_COMPARED = "not compared"
-    """The jobs that ended compare no precisions on one device."""
-    UNFINISHED = "unfinished"
-    """Jobs have not ended."""
-
-
-class CaveatKind(StrEnum):
-    """What a caveat is about."""
-
-    FAILED = "failed"
-    UNTRAINED = "untrained"
-    FROZEN = "frozen"
-    NOT_AS_ASKED = "not as asked"
-    STAGNANT = "stagnant"
-    ROUTERS = "routers"
-    UNJUDGED = "unjudged"
-    EMULATED = "emulated"
-    BUSY = "busy"
-
-
-class Caveat(NamedTuple):
-    """A reservation about an answer, as a sentence."""
-
-    kind: CaveatKind
-    text: str
-
-
-def known_caveats(texts: Mapping[CaveatKind, str | Sequence[str]]) -> tuple[Caveat, ...]:
-    """Return a caveat for each sentence that is not empty."""
-    caveats: list[Caveat] = []
-    for kind, found in texts.items():
-        sentences = [found] if isinstance(found, str) else found
-        caveats += [Caveat(kind, text) for text in sentences if text]
-    return tuple(caveats)
 
 
 class AnswerRecord(NamedTuple):
@@ -76,22 +30,22 @@ class Answer:
 
     Attributes:
         sentence: which precision to train in, or what prevents an answer.
-        caveats: reservations, in the order in which they are shown.
+        caveats: reservations as sentences, in the order in which they are shown.
+        noted: those of them that the note of MLflow's parent run shows, too.
         pick: the group to train in, the baseline's where the answer is to stay; None where the
             sweep cannot tell.
-        words: overrides to type: one `precision=` for the training that the answer decides on,
-            else what the sweep's own command lacks for an answer.
         command: what to type next, if it is known.
+        is_unfinished: there is no answer yet, for jobs have not ended.
         failed: number of the jobs that should have finished and did not.
         exit_status: of the command whose jobs these are.
     """
 
-    reason: Reason
     sentence: str
-    caveats: Sequence[Caveat] = ()
+    caveats: Sequence[str] = ()
+    noted: Sequence[str] = ()
     pick: Comparison | None = None
-    words: Sequence[str] = ()
     command: Command | None = None
+    is_unfinished: bool = False
     failed: int = 0
     exit_status: int = 0
     record: AnswerRecord = field(default=AnswerRecord({}, {}, 0))
@@ -99,4 +53,4 @@ class Answer:
     @property
     def text(self) -> str:
         """Return the sentence and the caveats."""
-        return " ".join([self.sentence, *(caveat.text for caveat in self.caveats)])
+        return " ".join([self.sentence, *self.caveats])

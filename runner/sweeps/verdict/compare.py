@@ -17,7 +17,6 @@ from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
     Difference,
     Ratio,
-    SeedValues,
     Spread,
     Tolerance,
     Verdict,
@@ -57,7 +56,7 @@ class Group:
             over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: training speed in examples/s.
-        weights_mib: MiB.
+        weights_mib, memory: MiB; see RunResult.memory_mib.
         reasons: why jobs did not finish, each reason once.
     """
 
@@ -65,12 +64,13 @@ class Group:
     precision: str
     device: str
     jobs: tuple[RunResult, ...]
-    counts: Mapping[str, int]
+    counts: Counter[str]
     quality: Spread | None
     loss: Spread | None
     change: Spread | None
     speed: Spread | None
     weights_mib: Spread | None
+    memory: Spread | None
     loss_scale: Spread | None
     skipped: Spread | None
     converted: str
@@ -79,12 +79,12 @@ class Group:
     @property
     def finished_count(self) -> int:
         """Return how many jobs reached their end, diverged ones included."""
-        return self.counts.get("finished", 0) + self.counts.get("diverged", 0)
+        return self.counts["finished"] + self.counts["diverged"]
 
     @property
     def is_complete(self) -> bool:
         """Return whether every job finished with a finite quality."""
-        return self.quality is not None and self.counts.get("finished", 0) == len(self.jobs)
+        return self.quality is not None and self.counts["finished"] == len(self.jobs)
 
     @property
     def is_evaluation(self) -> bool:
@@ -95,11 +95,6 @@ class Group:
     def settings(self) -> tuple[str, ...]:
         """Return the swept settings apart from precision and seed."""
         return tuple(self.jobs[0].settings)
-
-    @property
-    def label(self) -> str:
-        """Return the name without the sweep."""
-        return self.jobs[0].group or self.jobs[0].label
 
     @property
     def sweep(self) -> str:
@@ -126,19 +121,17 @@ class Group:
     def stagnant_share(self) -> float:
         """Return the largest share of its jobs' weights that the last step before an evaluation
         left where they were, 0 to 1."""
-        return max((job.stagnant_share or 0.0 for job in self.jobs), default=0.0)
+        return max(job.stagnant_share or 0.0 for job in self.jobs)
 
     @property
     def trained_share(self) -> float:
         """Return the smallest share of its parameters' elements that its jobs train, 0 to 1."""
-        return min((1.0 if job.trains is None else job.trains for job in self.jobs), default=1.0)
+        return min(1.0 if job.trains is None else job.trains for job in self.jobs)
 
     @property
     def memory_mib(self) -> float | None:
         """Return the mean of RunResult.memory_mib over the jobs that ended, in MiB."""
-        ended = [job for job in self.jobs if job.outcome in ("finished", "diverged")]
-        memory = Spread.of_values(job.memory_mib for job in ended)
-        return memory.mean if memory else None
+        return self.memory.mean if self.memory else None
 
 
 def group_jobs(results: Sequence[RunResult]) -> list[Group]:
@@ -146,18 +139,17 @@ def group_jobs(results: Sequence[RunResult]) -> list[Group]:
 
     A job that failed before it knew its device counts on the device where its group ran.
     """
-    devices = {result.device for result in results if result.device}
-    only_device = devices.pop() if len(devices) == 1 else ""
-    device_by_name: dict[str, str] = {}
-    for result in results:
-        if result.device:
-            device_by_name.setdefault(group_name(result), result.device)
-    keyed: list[tuple[tuple[str, str], RunResult]] = []
+    devices = fmt.grouped(
+        (group_name(result), result.device) for result in results if result.device
+    )
+    known = {*chain.from_iterable(devices.values())}
+    only = [*known] if len(known) == 1 else [""]
+    keyed = []
     for result in results:
         name = group_name(result)
-        device = result.device or device_by_name.get(name, only_device)
-        keyed.append(((name, device), result))
-    return [_group(*key, jobs, results) for key, jobs in fmt.grouped(keyed).items()]
+        keyed.append(((name, result.device or devices.get(name, only)[0]), result))
+    grouped = fmt.grouped(keyed).items()
+    return [_group(name, device, jobs, results) for (name, device), jobs in grouped]
 
 
 def job_name(result: RunResult) -> str:
@@ -200,6 +192,7 @@ def _group(
         ),
         speed=spread(lambda job: job.examples_per_second),
         weights_mib=spread(lambda job: job.weights_mib),
+        memory=spread(lambda job: job.memory_mib),
         loss_scale=spread(lambda job: job.loss_scale),
         skipped=spread(lambda job: job.skipped_steps),
         converted=", ".join(dict.fromkeys(job.converted_share for job in ended if job.converted)),
@@ -235,20 +228,25 @@ class Comparison:
         return self.baseline is self.group
 
     @property
+    def verdict(self) -> Verdict | None:
+        """Return the verdict on the quality, None where it was not compared."""
+        return self.difference.verdict if self.difference else None
+
+    @property
+    def loss_gap(self) -> float:
+        """Return by how much the quality is worse, in its own unit; 0 where it was not compared."""
+        sign = -1 if self.group.direction == "max" else 1
+        return sign * self.difference.value if self.difference else 0.0
+
+    @property
     def is_judged(self) -> bool:
         """Return whether the quality of several seeds was tested against the baseline's."""
-        return self.difference is not None and self.difference.verdict is not Verdict.UNJUDGED
+        return self.verdict not in (None, Verdict.UNJUDGED)
 
     @property
     def is_worse(self) -> bool:
         """Return whether the quality was found worse."""
-        return self.difference is not None and self.difference.verdict is Verdict.WORSE
-
-    @property
-    def is_as_good(self) -> bool:
-        """Return whether the quality was found to be better or within the tolerance."""
-        verdicts = (Verdict.BETTER, Verdict.INDISTINGUISHABLE)
-        return self.difference is not None and self.difference.verdict in verdicts
+        return self.verdict is Verdict.WORSE
 
     @property
     def has_stalled(self) -> bool:
@@ -258,9 +256,8 @@ class Comparison:
     @property
     def trains_less(self) -> bool:
         """Return whether it trains a much smaller part of the weights than its baseline."""
-        if self.baseline is None:
-            return False
-        return self.group.trained_share < MIN_TRAINED_RATIO * self.baseline.trained_share
+        needed = self.baseline.trained_share if self.baseline else 0.0
+        return self.group.trained_share < MIN_TRAINED_RATIO * needed
 
     @property
     def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
@@ -295,8 +292,10 @@ def compare_with_baselines(
         untrained: results whose training loss did not fall.
     """
     groups = group_jobs(results)
-    bases = [each for each in groups if each.precision == BASELINE and each.sweep != SECOND_SWEEP]
-    candidates = {(group.settings, group.device): group for group in bases}
+    candidates = {}
+    for group in groups:
+        if group.precision == BASELINE and group.sweep != SECOND_SWEEP:
+            candidates[group.settings, group.device] = group
     pairs = [(group, _baseline_of(group, candidates)) for group in groups]
     used = {id(base) for group, base in pairs if base is not group}
     compared = []
@@ -306,26 +305,27 @@ def compare_with_baselines(
         comparison = compare_two_groups(group, None if is_alone else base, busy)
         jobs = [*group.jobs, *(base.jobs if base else ())]
         compared.append(replace(comparison, has_learned=not any(job in untrained for job in jobs)))
-    tested = [comparison for comparison in compared if _has_comparable_quality(comparison)]
+    tested = [i for i, each in enumerate(compared) if _has_comparable_quality(each)]
     # Groups with too few seeds get no verdict, so they cannot get a false one.
-    counts = [len(qualities_by_seed(comparison.group)) for comparison in tested]
-    family_size = sum(count >= MIN_SEEDS for count in counts)
-    differences: dict[int, Difference] = {}
-    for of_baseline in fmt.grouped((id(each.baseline), each) for each in tested).values():
-        baseline = of_baseline[0].baseline
+    family_size = sum(len(qualities_by_seed(groups[i])) >= MIN_SEEDS for i in tested)
+    for places in fmt.grouped((id(compared[i].baseline), i) for i in tested).values():
+        baseline = compared[places[0]].baseline
         assert baseline is not None
-        qualities = [qualities_by_seed(each.group) for each in of_baseline]
-        base = qualities_by_seed(baseline)
-        resolution = quality_resolution([each.group for each in of_baseline], baseline)
-        accepted = tolerance or Tolerance()
+        judged = [groups[i] for i in places]
         tests = quality_tests(
-            qualities, base, baseline.direction, accepted, family_size, resolution
+            [qualities_by_seed(group) for group in judged],
+            qualities_by_seed(baseline),
+            baseline.direction,
+            tolerance or Tolerance(),
+            family_size,
+            quality_resolution(judged, baseline),
         )
-        for each, test in zip(of_baseline, tests, strict=True):
-            if each.has_stalled and test.verdict not in (Verdict.WORSE, Verdict.UNJUDGED):
+        for i, test in zip(places, tests, strict=True):
+            stalls = compared[i].has_stalled
+            if stalls and test.verdict not in (Verdict.WORSE, Verdict.UNJUDGED):
                 test = replace(test, verdict=Verdict.STALLED)
-            differences[id(each)] = test
-    return [replace(each, difference=differences.get(id(each))) for each in compared]
+            compared[i] = replace(compared[i], difference=test)
+    return compared
 
 
 def _baseline_of(
@@ -339,13 +339,12 @@ def _baseline_of(
     """
     # Settings that belong to a precision, such as its keep_fp32, have no baseline with the same.
     shared = shared_settings(group.settings)
-    for each in (group.settings, shared):
-        if (each, group.device) in candidates:
-            return candidates[each, group.device]
+    exact = candidates.get((group.settings, group.device))
+    base = exact or candidates.get((shared, group.device))
     # A second sweep may have run on another machine.
-    if group.sweep == SECOND_SWEEP:
-        return next((group for (each, _), group in candidates.items() if each == shared), None)
-    return None
+    if base is None and group.sweep == SECOND_SWEEP:
+        return next((each for (own, _), each in candidates.items() if own == shared), None)
+    return base
 
 
 def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) -> Comparison:
@@ -358,8 +357,13 @@ def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) 
     is_comparable = group.is_on_cpu == baseline.is_on_cpu
     if group.memory_mib is not None and baseline.memory_mib and is_comparable:
         memory_ratio = group.memory_mib / baseline.memory_mib
+    speed_ratio = None
+    # A job that finished without a speed was too short, or is emulated. The fastest jobs are the
+    # shortest ones, and without them the rest would not stand for their group.
+    jobs = (*group.jobs, *baseline.jobs)
+    if all(job.outcome != "finished" or job.examples_per_second for job in jobs):
+        speed_ratio = Ratio.of_groups(_speeds_by_seed(group), _speeds_by_seed(baseline))
     was_busy = group.is_on_cpu and busy > BUSY_SHARE
-    speed_ratio = _speed_ratio(group, baseline)
     return Comparison(group, baseline, speed_ratio, memory_ratio, was_busy=was_busy)
 
 
@@ -367,17 +371,16 @@ def _has_comparable_quality(comparison: Comparison) -> bool:
     """Return whether a group's quality is of the same model, data and metric as its baseline's."""
     group = comparison.group
     baseline = comparison.baseline
-    if baseline is None or baseline is group or comparison.trains_less:
+    if baseline is None or comparison.is_baseline or comparison.trains_less:
         return False
     # An evaluated checkpoint is compared with its own precision (Group.change), not with 32-true.
     if group.is_evaluation or has_several_models([group, baseline]):
         return False
-    if group.quality is None or baseline.quality is None:
-        return False
-    return group.metric == baseline.metric
+    has_both = bool(group.quality and baseline.quality)
+    return has_both and group.metric == baseline.metric
 
 
-def qualities_by_seed(group: Group) -> SeedValues:
+def qualities_by_seed(group: Group) -> list[tuple[int | None, float]]:
     """Return (seed, quality) of each complete job that was evaluated."""
     complete = [job for job in group.jobs if job.outcome == "finished"]
     return [(job.seed, job.metrics[job.quality]) for job in complete if job.quality in job.metrics]
@@ -392,38 +395,25 @@ def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
     """
     base = {job.seed: job.metrics for job in baseline.jobs}
     quality = baseline.metric
-    values = {value for _, value in qualities_by_seed(baseline) if value is not None}
+    values = {value for _, value in qualities_by_seed(baseline)}
+    # Without two values of the baseline, the smallest difference would be that of a bad precision.
+    if len(values) < 2:
+        return 0.0
     is_counted = False
     for job in chain.from_iterable(group.jobs for group in groups):
-        value = job.metrics.get(quality)
-        others = base.get(job.seed, {})
-        if value is not None and job.outcome == "finished":
+        if job.outcome == "finished" and quality in job.metrics:
+            value = job.metrics[quality]
+            others = base.get(job.seed, {})
             values.add(value)
             has_same_loss = job.metrics.get(metric_names.VAL_LOSS) == others.get(
                 metric_names.VAL_LOSS, math.nan
             )
             is_counted |= value == others.get(quality) and not has_same_loss
-    # Without two values of the baseline, the smallest difference would be that of a bad precision.
-    is_counted &= len({value for _, value in qualities_by_seed(baseline)}) > 1
-    steps = [after - before for before, after in pairwise(sorted(values))]
+    steps = (after - before for before, after in pairwise(sorted(values)))
     return min(steps) if is_counted else 0.0
 
 
-def _speed_ratio(group: Group, baseline: Group) -> Ratio | None:
-    """Return the ratio of examples/s with its interval over seeds.
-
-    None where a job that finished has no speed, for it was too short or is emulated: the fastest
-    jobs are the shortest ones, and without them the rest would not stand for their group.
-    """
-    jobs = (*group.jobs, *baseline.jobs)
-    if any(job.outcome == "finished" and not job.examples_per_second for job in jobs):
-        return None
-    return Ratio.of_groups(_speeds_by_seed(group), _speeds_by_seed(baseline))
-
-
-def _speeds_by_seed(group: Group) -> SeedValues:
+def _speeds_by_seed(group: Group) -> list[tuple[int | None, float | None]]:
     """Return (seed, examples/s) of each job; None for one that failed."""
-    return [
-        (job.seed, (job.status == "finished" and job.examples_per_second) or None)
-        for job in group.jobs
-    ]
+    finished = [job.examples_per_second if job.status == "finished" else None for job in group.jobs]
+    return [(job.seed, speed or None) for job, speed in zip(group.jobs, finished, strict=True)]

@@ -8,14 +8,13 @@ error, so that each look uses a smaller error rate, the same one for all looks (
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from runner.core import files, fmt, layout
+from runner.core import fmt
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, MeanDifference, Verdict
@@ -25,7 +24,6 @@ SIMULATED_SEQUENCES = 100_000
 """Sequences of seeds from which look_error_rate() is found; ERROR_RATE then holds within 0.001."""
 SCHEMA_VERSION = 1
 """Of verdict.json; raised where a key changes its meaning or goes away."""
-EXIT_STATUS: Mapping[Decision, int] = {"accepted": 0, "rejected": 1, "undecided": 3}
 NOT_TRAINED = (Verdict.FAILED, Verdict.UNAVAILABLE)
 """Ratings of a precision that was refused or crashed: no answer about its numbers."""
 
@@ -137,29 +135,28 @@ class GateVerdict:
     @property
     def exit_status(self) -> int:
         """Return the exit status: 0 accepted, 1 rejected, 3 undecided, 2 if it did not train."""
-        return 2 if self.precision.rating in NOT_TRAINED else EXIT_STATUS[self.decision]
+        status = {"accepted": 0, "rejected": 1, "undecided": 3}[self.decision]
+        return 2 if self.precision.rating in NOT_TRAINED else status
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """Return the keys that were typed for the precision."""
+        return self.advice.request.overrides.get(self.precision.group.precision, ())
 
     @property
     def name(self) -> str:
         """Return the precision with the keys that were typed for it."""
-        overrides = self.advice.request.overrides.get(self.precision.group.precision, ())
-        return " ".join([self.precision.name, *overrides])
+        return " ".join([self.precision.name, *self.overrides])
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of verdict.json; docs/gate.md describes the keys."""
         request = self.advice.request
-        sign = request.sign
         comparison = self.precision.comparison
-        base_losses = self.advice.baseline_losses
-        seeds = [
-            {
-                "seed": seed,
-                "value": sign * (base_losses[seed] + gap),
-                "baseline_value": sign * base_losses[seed],
-                "gap": gap,
-            }
-            for seed, gap in self.precision.gaps.items()
-        ]
+        seeds = []
+        for seed, gap in self.precision.gaps.items():
+            loss = self.advice.baseline_losses[seed]
+            values = {"value": request.sign * (loss + gap), "baseline_value": request.sign * loss}
+            seeds.append({"seed": seed, **values, "gap": gap})
         last = self.looks[-1] if self.looks else None
         return {
             "schema": SCHEMA_VERSION,
@@ -167,13 +164,13 @@ class GateVerdict:
             "exit_status": self.exit_status,
             "reason": self.reason,
             "precision": self.precision.name,
-            "overrides": list(request.overrides.get(self.precision.group.precision, ())),
+            "overrides": self.overrides,
             "baseline": request.baseline,
             "baseline_recorded_in": request.recorded_in or None,
             "metric": request.metric,
             "direction": request.direction,
-            "gap": last.gap if last else None,
-            "gap_half_width": last.half_width if last else None,
+            "gap": last and last.gap,
+            "gap_half_width": last and last.half_width,
             "bar": None if math.isnan(self.bar) else self.bar,
             "bar_lower_bound": None if math.isnan(self.sure_bar) else self.sure_bar,
             "bar_from": "advise.tolerance" if request.max_gap is None else "advise.max_gap",
@@ -183,20 +180,12 @@ class GateVerdict:
             "seeds": seeds,
             "max_seeds": request.seeds,
             "steps": request.steps,
-            "speed_ratio": comparison.speed_ratio.value if comparison.speed_ratio else None,
+            "speed_ratio": comparison.speed_ratio and comparison.speed_ratio.value,
             "memory_ratio": comparison.memory_ratio,
             "device": self.precision.group.device,
             "emulated": self.precision.is_emulated,
-            "command": list(self.precision.command),
+            "command": self.precision.command,
         }
-
-    def write(self, folder: Path) -> Path:
-        """Write verdict.json into a folder, atomically and without secrets; return its path.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        return files.write_json(folder / layout.VERDICT, self.to_json())
 
 
 def gate_verdict(advice: Advice) -> GateVerdict | None:
@@ -213,12 +202,10 @@ def gate_verdict(advice: Advice) -> GateVerdict | None:
         return None
     bar = request.accepted.gap(advice.baseline_spread)
     sure_bar = request.accepted.certain_gap(advice.baseline_spread, len(advice.baseline_losses))
-    looks: list[InterimResult] = []
     # The spread of the baseline is unknown below two seeds, and with it a bar in its units.
-    if not math.isnan(bar):
-        gaps = [*precision.gaps.values()]
-        resolution = precision.test.resolution if precision.test else 0.0
-        looks = look_until_decided(gaps, bar, request.seeds, sure_bar, resolution)
+    gaps = [] if math.isnan(bar) else [*precision.gaps.values()]
+    resolution = precision.test.resolution if precision.test else 0.0
+    looks = look_until_decided(gaps, bar, request.seeds, sure_bar, resolution)
     decision, reason = _decide(precision, looks, bar, sure_bar)
     return GateVerdict(decision, reason, precision, looks, bar, sure_bar, advice)
 

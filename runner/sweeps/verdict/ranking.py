@@ -1,13 +1,12 @@
 """Judge and rank the trials of mode=advise: one verdict per precision, the best one first."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.core import RunResult
 from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.sweeps.verdict.compare import (
-    MAX_STALLED_SHARE,
     Comparison,
     Group,
     compare_two_groups,
@@ -37,7 +36,6 @@ _RANKS: Mapping[Verdict, int] = {
     Verdict.FAILED: 7,
     Verdict.UNAVAILABLE: 8,
 }
-_ACCEPTABLE = tuple(verdict for verdict, rank in _RANKS.items() if rank <= 1)
 MIN_MEMORY_GAIN = 0.02
 """A smaller share of memory saved counts as no gain."""
 LossBySeed = Mapping[int | None, float]
@@ -50,7 +48,6 @@ class PrecisionVerdict:
     Attributes:
         comparison: with the baseline, by non_inferiority_tests() of the final loss.
         rating: the verdict of the test, or what mode=advise says instead of it.
-        diverged_step: optimizer step at which the first trial diverged.
         command: words of the command that trains in this precision.
         float32_finding: why the precision fails, as measured on float32's numbers.
         forecast: an entry of AdviseRequest.memory.
@@ -63,7 +60,6 @@ class PrecisionVerdict:
     comparison: Comparison
     rating: Verdict
     request: AdviseRequest
-    diverged_step: int | None = None
     is_emulated: bool = False
     command: Sequence[str] = ()
     float32_finding: str = ""
@@ -87,9 +83,15 @@ class PrecisionVerdict:
         return self.group.name
 
     @property
+    def diverged_step(self) -> int | None:
+        """Return the optimizer step at which the first trial diverged."""
+        diverged = [job for job in self.group.jobs if job.outcome == "diverged"]
+        return min((job.diverged_step or job.steps for job in diverged), default=None)
+
+    @property
     def is_acceptable(self) -> bool:
         """Return whether it trains as well as the baseline."""
-        return self.rating in _ACCEPTABLE
+        return _RANKS[self.rating] <= 1
 
     @property
     def is_failing(self) -> bool:
@@ -140,48 +142,37 @@ def rank_precisions(
     """
     recorded = [RunResult.from_json(values) for values in request.recorded]
     groups = group_jobs([*results, *recorded])
-    trials = [group for group in groups if not _is_search_trial(group)]
+    dropped = [group for group in groups if _is_search_trial(group)]
+    trials = [group for group in groups if group not in dropped]
     # Trials and recorded results of the baseline may come from different devices.
     bases = [group for group in trials if group.name == request.baseline]
     base = bases[0] if bases else None
     base_losses = {}
     for group in bases:
         base_losses |= _final_losses(group, request)
-    others = [group for group in trials if group.name != request.baseline]
-    gaps = [_gaps(group, base_losses, request) for group in others]
+    others = [group for group in trials if group not in bases]
+    gaps = {group.name: _gaps(group, base_losses, request) for group in others}
+    judged = {name: [*of_group.values()] for name, of_group in gaps.items() if of_group}
     # Too few seeds get no verdict, so they cannot get a false one.
-    family_size = sum(len(of_group) >= MIN_SEEDS for of_group in gaps)
+    family_size = sum(len(of_group) >= MIN_SEEDS for of_group in judged.values())
     # What precisions are judged by may be another metric than the task's quality.
     resolution = 0.0
     if base and base.metric == request.metric:
         resolution = quality_resolution(others, base)
-    values = [[*of_group.values()] for of_group in gaps if of_group]
-    means = [MeanDifference.of_pairs(of_group, resolution) for of_group in values]
+    means = [MeanDifference.of_pairs(of_group, resolution) for of_group in judged.values()]
     losses = [*base_losses.values()]
-    tests = iter(non_inferiority_tests(means, losses, request.accepted, family_size))
+    found = non_inferiority_tests(means, losses, request.accepted, family_size)
+    tests = dict(zip(judged, found, strict=True))
     verdicts = []
-    for group, of_group in zip(others, gaps, strict=True):
-        test = next(tests) if of_group else None
+    # The baseline comes last, and is compared with nothing.
+    for group in [*others, *bases[:1]]:
+        test = tests.get(group.name)
         jobs = [*group.jobs, *(base.jobs if base else ())]
         if test and any(job in untrained for job in jobs):
             test = replace(test, verdict=Verdict.UNCLEAR)
-        verdict = _verdict(group, base, test, request)
-        verdicts.append(replace(verdict, gaps=of_group))
-    if base is not None:
-        # The baseline is compared with nothing.
-        verdict = _verdict(base, base, None, request)
-        if base.finished_count and not verdict.is_failing:
-            verdict = replace(verdict, rating=Verdict.BASELINE)
-        verdicts.append(verdict)
-
-    attempts = []
-    for group in groups:
-        if _is_search_trial(group):
-            losses = _final_losses(group, request)
-            paired = (loss - base_losses[s] for s, loss in losses.items() if s in base_losses)
-            attempts.append((group, next(paired, math.nan)))
-    with_attempts = [_add_attempts(verdict, verdicts, attempts) for verdict in verdicts]
-    return Advice(request, _rank_verdicts(with_attempts, request.objective), base_losses)
+        verdicts.append(_verdict(group, base, test, gaps.get(group.name, {}), request))
+    ranked = _rank_verdicts([*_with_attempts(verdicts, dropped, base_losses)], request.objective)
+    return Advice(request, ranked, base_losses)
 
 
 def _is_search_trial(group: Group) -> bool:
@@ -214,32 +205,38 @@ def _gaps(group: Group, base_losses: LossBySeed, request: AdviseRequest) -> Loss
     return {seed: losses[seed] - base_losses[seed] for seed in seeds}
 
 
-def _add_attempts(
-    verdict: PrecisionVerdict,
-    verdicts: Sequence[PrecisionVerdict],
-    attempts: Sequence[tuple[Group, float]],
-) -> PrecisionVerdict:
-    """Return the verdict with the attempted remedies, unless one of them is acceptable."""
-    if not verdict.is_failing or verdict.group.settings:
-        return verdict
-    precision = verdict.group.precision
-    of_precision = [other for other in verdicts if other.group.precision == precision]
+def _with_attempts(
+    verdicts: Sequence[PrecisionVerdict], dropped: Sequence[Group], base_losses: LossBySeed
+) -> Iterator[PrecisionVerdict]:
+    """Yield the verdicts with the remedies that were attempted.
+
+    Args:
+        verdicts: on every precision.
+        dropped: the trials of remedies that the search dropped.
+        base_losses: the baseline's.
+    """
     # A remedy that heals the precision has a row of its own, which says more.
-    if any(other.is_acceptable for other in of_precision if other.group.settings):
-        return verdict
-    of_precision = [pair for pair in attempts if pair[0].precision == precision]
-    of_group = [(" ".join(group.settings), gap) for group, gap in of_precision]
-    return replace(verdict, attempted_remedies=of_group)
+    healed = {v.group.precision for v in verdicts if v.group.settings and v.is_acceptable}
+    for verdict in verdicts:
+        precision = verdict.group.precision
+        attempts = []
+        if verdict.is_failing and not verdict.group.settings and precision not in healed:
+            for group in dropped:
+                losses = _final_losses(group, verdict.request)
+                gaps = (losses[seed] - base_losses[seed] for seed in losses if seed in base_losses)
+                if group.precision == precision:
+                    attempts.append((" ".join(group.settings), next(gaps, math.nan)))
+        yield replace(verdict, attempted_remedies=attempts)
 
 
 def _verdict(
-    group: Group, base: Group | None, test: Difference | None, request: AdviseRequest
+    group: Group,
+    base: Group | None,
+    test: Difference | None,
+    gaps: LossBySeed,
+    request: AdviseRequest,
 ) -> PrecisionVerdict:
-    rating = _rating(group, test, request)
-    diverged_step = None
-    if rating is Verdict.DIVERGED:
-        diverged = [job for job in group.jobs if job.outcome == "diverged"]
-        diverged_step = min(job.diverged_step or job.steps for job in diverged)
+    """Return the verdict on a group, before one is recommended."""
     comparison = replace(compare_two_groups(group, base, request.busy), difference=test)
     if base is not None and base.device != group.device:
         # A recorded baseline of another machine: neither its speed nor its memory compares.
@@ -247,37 +244,43 @@ def _verdict(
     elif comparison.speed_ratio is not None and comparison.speed_ratio.n < MIN_SEEDS:
         comparison = replace(comparison, speed_ratio=None)
     precision = group.precision
+    is_emulated = precision in request.emulated
+    if is_emulated and not group.is_on_cpu:
+        # Weights take as much memory emulated; an accelerator's peak does not.
+        comparison = replace(comparison, memory_ratio=None)
     overrides = request.overrides.get(precision, ())
     # What was measured on float32's numbers belongs to the precision without a remedy.
     is_plain = not group.settings
     return PrecisionVerdict(
         comparison,
-        rating,
+        _rating(comparison, request),
         request,
-        diverged_step,
-        precision in request.emulated,
+        is_emulated,
         [*request.command, f"precision={precision}", *overrides, *group.settings],
         request.diagnoses.get(precision, "") if is_plain else "",
         request.memory.get(precision) if is_plain else None,
+        gaps=gaps,
     )
 
 
-def _rating(group: Group, test: Difference | None, request: AdviseRequest) -> Verdict:
-    """Return the rating of a group, before one is recommended."""
+def _rating(comparison: Comparison, request: AdviseRequest) -> Verdict:
+    group = comparison.group
     # A trial that diverged outweighs the test, which sees only the seeds that finished.
-    if group.counts.get("unavailable"):
-        return Verdict.UNAVAILABLE
-    if group.counts.get("diverged"):
+    if group.counts["diverged"]:
         return Verdict.DIVERGED
-    if group.counts.get("failed") and not group.finished_count:
+    if comparison.is_baseline and group.finished_count:
+        return Verdict.BASELINE
+    if group.counts["unavailable"]:
+        return Verdict.UNAVAILABLE
+    if group.counts["failed"] and not group.finished_count:
         return Verdict.FAILED
     if any(job.status == "finished" and job.steps < request.steps for job in group.jobs):
         return Verdict.SLOW
-    if test is None or test.verdict is Verdict.UNJUDGED:
+    if not comparison.is_judged:
         return Verdict.UNCLEAR
-    if group.stagnant_share > MAX_STALLED_SHARE and test.verdict is not Verdict.WORSE:
+    if comparison.has_stalled and not comparison.is_worse:
         return Verdict.STALLED
-    return test.verdict
+    return comparison.verdict or Verdict.UNCLEAR
 
 
 def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list[PrecisionVerdict]:
@@ -286,9 +289,8 @@ def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list
 
     def place(verdict: PrecisionVerdict) -> tuple[float, ...]:
         # Among worse precisions the least harmful is first, whatever it gains.
-        harm = 0.0
-        if verdict.rating is Verdict.WORSE and verdict.test:
-            harm = verdict.test.value
+        is_worse = verdict.rating is Verdict.WORSE
+        harm = verdict.test.value if verdict.test and is_worse else 0.0
         negated = (-merit for merit in _merit_key(verdict, objective, speeds[id(verdict)]))
         return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
 
@@ -334,9 +336,8 @@ def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple
     quality = 0.0
     if test and test.verdict is Verdict.BETTER:
         quality = -test.value
-    # Emulation distorts both: they would be the emulation's merits.
+    # Emulation distorts the memory, and has no speed.
     if verdict.is_emulated:
-        speed = 1.0
         memory = 1.0
     # Among equals the baseline itself is the simpler choice.
     is_baseline = float(verdict.rating is Verdict.BASELINE)

@@ -149,13 +149,11 @@ class MeanDifference:
             return cls.of_pairs([a - b for a, b in pairs])
         values = _known_values(group)
         others = _known_values(baseline)
-        if not values or not others:
-            return None
-        value = fmean(values) - fmean(others)
         n = min(len(values), len(others))
-        if n < 2:
-            return cls(value, n)
-        return cls(value, n, *_welch_error(values, others), "Welch")
+        if not n:
+            return None
+        error = _welch_error(values, others) if n > 1 else ()
+        return cls(fmean(values) - fmean(others), n, *error, test="Welch" if n > 1 else "")
 
     def half_width(self, one_sided_error: float) -> float:
         """Return the half-width of the interval of the mean; infinite below two values.
@@ -211,15 +209,13 @@ class Ratio:
         Returns:
             None if one of the groups has no value.
         """
+        mean = MeanDifference.of_groups(_logarithms(group), _logarithms(baseline))
+        if mean is None:
+            return None
         pairs = pair_by_seed(group, baseline)
+        value = median(_known_values(group)) / median(_known_values(baseline))
         if pairs:
             value = median(a / b for a, b in pairs)
-        elif _known_values(group) and _known_values(baseline):
-            value = median(_known_values(group)) / median(_known_values(baseline))
-        else:
-            return None
-        mean = MeanDifference.of_groups(_logarithms(group), _logarithms(baseline))
-        assert mean is not None
         if mean.n < 2:
             return cls(value, mean.n, value, value)
         half_width = mean.half_width(ERROR_RATE / 2)
@@ -303,17 +299,18 @@ def non_inferiority_tests(
         non_inferiority_test(difference, baseline, tolerance, family_size)
         for difference in differences
     ]
-    p_values: dict[int, float] = {}
+    p_values: list[tuple[float, int]] = []
     for index, test in enumerate(tests):
         # A precision whose whole interval is beyond the tolerance cannot pass by chance.
         may_pass = not test.value - test.ci_half_width > test.margin
         if test.n >= MIN_SEEDS and may_pass:
-            p_values[index] = differences[index].p_value(test.margin)
-    ranked = sorted(p_values.items(), key=lambda item: -item[1])
-    passing = (rank for rank, (_, p) in enumerate(ranked, 1) if p <= ERROR_RATE / rank)
-    first_passing = next(passing, len(ranked))
-    for rank, (index, _) in enumerate(ranked, 1):
-        error_rate = ERROR_RATE / min(rank, first_passing)
+            p_values.append((differences[index].p_value(test.margin), index))
+    has_passed = False
+    error_rate = ERROR_RATE
+    for rank, (p, index) in enumerate(sorted(p_values, reverse=True), 1):
+        if not has_passed:
+            error_rate = ERROR_RATE / rank
+            has_passed = p <= error_rate
         tests[index] = non_inferiority_test(
             differences[index], baseline, tolerance, family_size, error_rate
         )

@@ -8,6 +8,7 @@ from runner.core.base.errors import ConfigError
 from runner.core.run.run_result import RunResult
 from runner.sweeps.advisor.schedule import run_gate_rounds
 from runner.sweeps.verdict.advise_request import AdviseRequest
+from runner.sweeps.verdict.ranking import rank_precisions
 
 SETTINGS = AdviseRequest("time", 1.0, 10, 100, 3, "5m", ["python"], mode="gate", max_gap=0.1)
 
@@ -27,29 +28,29 @@ def trial(precision: str, seed: int, loss: float, diverged: bool) -> RunResult:
 
 
 @pytest.fixture
-def rounds(tmp_path):
+def rounds():
     """Rounds of trials whose divergence is given by precision."""
 
     def run(**diverged: bool) -> list[RunResult]:
         done = []
 
-        def launch(words):
-            precision, seed = words
+        def run_trial(precision, seed):
             name = precision.replace("-", "_")
             done.append(trial(precision, seed, 1.0 + seed, diverged[name]))
-            return done[-1]
 
-        request = SimpleNamespace(
+        command = SimpleNamespace(
             precisions=["32-true", "bf16-true"],
-            recorded=None,
             recorded_result=lambda precision, seed: None,
             trial_seeds=range,
-            trial_overrides=lambda precision, seed, *_: (precision, seed),
         )
         trials = SimpleNamespace(
-            folder=tmp_path, launch=launch, results=lambda: done, remaining_seconds=100.0
+            command=command,
+            request=SETTINGS,
+            run=run_trial,
+            advice=lambda: rank_precisions(done, SETTINGS),
+            remaining_seconds=100.0,
         )
-        run_gate_rounds(request, trials, SETTINGS)  # type: ignore[arg-type]
+        run_gate_rounds(trials)  # type: ignore[arg-type]
         return done
 
     return run

@@ -9,8 +9,8 @@ from scipy import stats
 
 from runner.core.run.run_result import RunResult
 from runner.sweeps.report.columns import groups_table, sweep_table
+from runner.sweeps.report.conclusion import best_group
 from runner.sweeps.report.pages import summary_markdown
-from runner.sweeps.report.settings_grid import best_group
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import difference_words, format_interval
 from runner.sweeps.verdict.compare import compare_with_baselines, group_jobs
@@ -432,7 +432,7 @@ def test_a_command_of_more_steps_follows_jobs_that_were_too_short():
     assert next_command(data).endswith(" ++precision.x=2 train.max_steps=40")
     assert data.answer.pick is None
     took = [replace(job, step_ms=2.0) for job in jobs]
-    assert answer_of(took).words == ("train.max_steps=500",)
+    assert "Type train.max_steps=500." in answer_of(took).sentence
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -19,10 +19,11 @@ from runner.sweeps.report import load
 from runner.sweeps.report.load import (
     load_from_folder,
     load_from_store,
+    rebuild_report,
+    store_report,
     with_unique_names,
     write_job_facts,
 )
-from runner.sweeps.report.rebuild import rebuild_report, store_report
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.tracking import history

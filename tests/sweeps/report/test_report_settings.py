@@ -4,8 +4,8 @@ import pytest
 from job_results import finished
 
 from runner.output.markup import Items, Table, Text
+from runner.sweeps.report.conclusion import settings_blocks
 from runner.sweeps.report.pages import write_report
-from runner.sweeps.report.settings_grid import settings_blocks
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 

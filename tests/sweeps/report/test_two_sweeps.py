@@ -11,9 +11,8 @@ from run_folders import read_json
 from runner.core.base.errors import ConfigError
 from runner.core.run.run_result import RunResult
 from runner.sweeps.report.charts import group_styles
-from runner.sweeps.report.load import load_from_folder
+from runner.sweeps.report.load import LoadedSweep, join_sweeps, load_from_folder
 from runner.sweeps.report.pages import write_report
-from runner.sweeps.report.rebuild import LoadedSweep, join_sweeps
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.verdict.compare import compare_with_baselines
 from runner.sweeps.verdict.statistics import Verdict
