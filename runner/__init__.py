@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner.api.composition import compose as compose
-    from runner.api.loading import load as load
-    from runner.api.results import RunResult as RunResult
+    from runner.api.runs import RunResult as RunResult
     from runner.api.runs import run as run
     from runner.api.sweeps import SweepResult as SweepResult
     from runner.api.sweeps import advise as advise
+    from runner.api.sweeps import load as load
     from runner.api.sweeps import sweep as sweep
     from runner.core import ConfigError as ConfigError
     from runner.core import RunCallback as RunCallback
@@ -27,14 +27,14 @@ _MODULES = {
     "Advice": "runner.sweeps.verdict.ranking",
     "ConfigError": "runner.core",
     "RunCallback": "runner.core",
-    "RunResult": "runner.api.results",
+    "RunResult": "runner.api.runs",
     "RunSpec": "runner.core",
     "RunnerError": "runner.core",
     "SweepResult": "runner.api.sweeps",
     "Unavailable": "runner.core",
     "advise": "runner.api.sweeps",
     "compose": "runner.api.composition",
-    "load": "runner.api.loading",
+    "load": "runner.api.sweeps",
     "run": "runner.api.runs",
     "sweep": "runner.api.sweeps",
 }

@@ -228,32 +228,24 @@ def check_objects(objects: Mapping[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
-    model = objects.get("model")
-    if model is not None and not callable(model):
-        yield (f"model= is {_kind(model)}. Give a torch.nn.Module, or a function that returns one.")
-    for role in ("optimizer", "loss", "collate"):
-        found = objects.get(role)
-        if found is not None and not callable(found):
-            yield f"{role}= is {_kind(found)}, which cannot be called. {_USAGE[role]}"
-    callbacks = objects.get("callbacks")
-    if callbacks is not None and not isinstance(callbacks, tuple | list):
+    for role, usage in _USAGE.items():
+        if role in objects and not callable(objects[role]):
+            yield f"{role}= is {_kind(objects[role])}, which cannot be called. {usage}"
+    callbacks = objects.get("callbacks", ())
+    if not isinstance(callbacks, tuple | list):
         yield f"callbacks= is {_kind(callbacks)}. Give a list of callbacks."
-    elif callbacks:
-        for callback in callbacks:
-            kind = callback if isclass(callback) else type(callback)
-            yield from class_problems(f"callbacks=[{object_name(callback)}]", kind)
+        callbacks = ()
+    for callback in callbacks:
+        kind = callback if isclass(callback) else type(callback)
+        yield from class_problems(f"callbacks=[{object_name(callback)}]", kind)
     data = objects.get("data")
     if isinstance(data, tuple | list):
-        loader = next((part for part in data if isinstance(part, DataLoader)), None)
-        if loader is not None:
-            is_default = loader.collate_fn is torch.utils.data.default_collate
-            collate_word = "" if is_default else ", collate=train.collate_fn"
-            size = loader.batch_size
-            size_word = "" if size is None else f'"train.batch_size={size}", '
+        if any(isinstance(part, DataLoader) for part in data):
             yield (
                 "data= holds a DataLoader. The runner draws the batches itself, from the seed, so "
-                "that every precision sees the same ones. Give the data sets: "
-                f"runner.run([{size_word}...], data=(train.dataset, val.dataset){collate_word})."
+                "that every precision sees the same ones. Give the data sets, and a collate_fn of "
+                'your own beside them: runner.run(["train.batch_size=<n>", ...], '
+                "data=(train.dataset, val.dataset), collate=train.collate_fn)."
             )
     elif data is not None and not callable(data):
         yield (
@@ -263,6 +255,7 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
 
 
 _USAGE = {
+    "model": "Give a torch.nn.Module, or a function that returns one.",
     "optimizer": (
         "Give a function of the parameters, as in functools.partial(torch.optim.SGD, lr=0.1)."
     ),
@@ -291,7 +284,9 @@ def object_options(objects: Mapping[str, Any], config_dir: Path | None) -> Itera
             if role != "callbacks":
                 # Hydra merges mappings: the object would get keywords of the node it replaces.
                 texts.append(f"++{KEYS[role]}=null")
-            texts.append(f"++{KEYS[role]}={_as_override(node)}")
+            # Hydra's grammar has no quotes around keys, and these texts are names.
+            text = str(node).replace("'", "")
+            texts.append(f"++{KEYS[role]}={text}")
             continue
         name = node["name"]
         if role == "data":
@@ -322,13 +317,6 @@ def _node(role: str, value: Any) -> dict[str, Any]:
         target = f"{__name__}.given_callback"
         return {name: {"_target_": target, "name": name} for name in names}
     return {"_target_": f"{__name__}.given_{role}", "name": object_name(value)}
-
-
-def _as_override(node: Any) -> str:
-    """Return a node of names as a value of Hydra's grammar."""
-    if isinstance(node, Mapping):
-        return "{" + ", ".join(f"{key}: {_as_override(value)}" for key, value in node.items()) + "}"
-    return str(node)
 
 
 def callback_names(callbacks: Sequence[Any]) -> list[str]:

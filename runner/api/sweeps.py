@@ -1,4 +1,4 @@
-"""Run sweeps and mode=advise from Python."""
+"""Run sweeps and mode=advise from Python, and load runs and sweeps that have ended."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
@@ -10,24 +10,30 @@ import torch
 
 from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
-from runner.api.results import RunResult
-from runner.api.runs import Data, Loss, Model, check_new_folder
-from runner.config.overrides import check_config_dir, rewrite_arguments
+from runner.api.runs import Data, Loss, Model, RunResult, check_new_folder
+from runner.config.overrides import check_config_dir, path_exists, rewrite_arguments
 from runner.config.python_objects import given_objects
 from runner.config.resolve import register_schema
-from runner.core import ConfigError, RunCallback, RunnerError, fmt, stop_signals
+from runner.core import ConfigError, RunCallback, RunnerError, fmt, layout, secrets, stop_signals
 from runner.output.lasting_output import lasting_output
 from runner.output.markup import notebook_frame
 from runner.output.notebook_log import folded_log
 from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep
-from runner.sweeps.report.load import load_from_folder
-from runner.sweeps.report.pages import advice_html
+from runner.sweeps.report.load import (
+    find_parent_run,
+    load_from_folder,
+    load_from_store,
+    report_folder,
+    result_of_run,
+)
+from runner.sweeps.report.pages import advice_html, write_report
 from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.sweeps.sweep_resume import resume_command
 from runner.sweeps.verdict.ranking import Advice
 from runner.tracking.history import to_frame
 from runner.tracking.result_table import table_rows
+from runner.tracking.uri import is_configured_store, resolve_uri, sqlite_path
 
 if TYPE_CHECKING:
     import pandas
@@ -257,3 +263,81 @@ def _sweep_command(
     if out is not None:
         argv.append(f"hydra.sweep.dir={fmt.quote_value(str(out))}")
     return rewrite_arguments([*argv, *flags])
+
+
+def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
+    """Load a run or a sweep that has ended.
+
+    Args:
+        where: folder of a run or of a sweep, MLflow id of a run or of a sweep's parent run, or a
+            sweep's id.
+        uri: the MLflow store in which ids are looked up; None takes the default one.
+
+    Returns:
+        A RunResult of a run, a SweepResult of a sweep.
+
+    Raises:
+        ConfigError: there is no such run or sweep.
+        TrackingError: the store does not answer.
+    """
+    path = Path(where)
+    if not (path_exists(str(where)) and path.is_dir()):
+        return _load_from_store(str(where), resolve_uri(uri))
+    if (path / layout.MANIFEST).is_file():
+        data = load_from_folder(path)
+        jobs = []
+        for job in data.jobs:
+            # The sweep may have been moved since. Jobs' folders are named by their numbers.
+            name = Path(job.result.folder).name
+            present = path / name if name.isdecimal() else Path(job.result.folder)
+            result = replace(job.result, folder=str(present))
+            # A stranger's result may name any store; its history would be asked for there.
+            if not is_configured_store(result.tracking_uri or ""):
+                result = replace(result, tracking_uri=None)
+            jobs.append(replace(job, result=result))
+        return SweepResult(path, replace(data, jobs=jobs))
+    try:
+        # The folder may have been moved since.
+        return replace(RunResult.read(path), folder=str(path))
+    except (OSError, ValueError) as error:
+        if (path / layout.CONFIG).is_file():
+            raise ConfigError(
+                f"{where} holds a run without a result: it was stopped, or still runs. Resume it "
+                f"with checkpoint.resume={where}, or load it by its MLflow id."
+            ) from error
+        raise ConfigError(
+            f"{where} holds no {layout.RESULT} of a run and no {layout.MANIFEST} of a sweep. "
+            "Give the folder of "
+            "a run (outputs/runs/<time>) or of a sweep (outputs/sweeps/<time>)."
+        ) from error
+
+
+def _load_from_store(name: str, uri: str) -> RunResult | SweepResult:
+    """Load a run or a sweep by its id.
+
+    Raises:
+        ConfigError: the store has none of this id.
+    """
+    from runner.tracking.reader import Reader  # imports mlflow
+
+    database = sqlite_path(uri)
+    unknown = ConfigError(
+        f"{name} is no folder here, and no id of a run or a sweep in {secrets.redact(uri)}. Give "
+        "uri=<store> for another store."
+    )
+    if database and not database.exists():
+        raise unknown
+    reader = Reader(uri)
+    # Run ids are letters and digits; another name cannot be looked up as one.
+    run = reader.run(name) if name.isalnum() else None
+    if run is not None and run.tags.get("role") != "sweep":
+        return RunResult.of(result_of_run(reader, run))
+    try:
+        parent = find_parent_run(reader, name)
+    except ConfigError:
+        raise unknown from None
+    data = load_from_store(reader, parent)
+    # The report is written here alone: to load a sweep changes nothing in the store.
+    folder = report_folder(name)
+    write_report(data, folder)
+    return SweepResult(folder, data)

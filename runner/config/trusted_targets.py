@@ -123,10 +123,15 @@ def masked_keys(name: str, value: Any) -> Iterator[str]:
 def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     """Return the dotted key and the target of each in a group's node, those that are given as text
     included."""
-    named = [*_targets(group, node)]
+    values: list[tuple[str, Any]] = []
     for each in node if isinstance(node, list) else [node]:
-        named += text_targets(group, each)
-    return named
+        if group == "data" and isinstance(each, Mapping):
+            values += [(f"data.{key}", each.get(key)) for key in targets.LEADING_COUNTS]
+        if group == "task" and isinstance(each, Mapping):
+            values += [(f"task.{key}", each.get(key)) for key in ("loss", "after_evaluation")]
+            values += [(item.key, item.value) for item in targets.metric_items(each.get("metrics"))]
+    texts = [(key, value) for key, value in values if isinstance(value, str)]
+    return [*_targets(group, node), *texts]
 
 
 def _targets(key: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -200,21 +205,3 @@ def folder_config(folder: Path, key: str) -> SavedConfig | None:
         layout.CONFIG, text, signed.get("config")
     )
     return SavedConfig(values, folder, key, is_own)
-
-
-def text_targets(group: str, node: Any) -> list[tuple[str, str]]:
-    """Return the dotted key and the value of the targets in a group's node that are given as text.
-
-    Args:
-        group: data or task; other groups have none.
-        node: of anything but a mapping there are none.
-    """
-    values: list[tuple[str, Any]] = []
-    if not isinstance(node, Mapping):
-        return []
-    if group == "data":
-        values = [(f"data.{key}", node.get(key)) for key in targets.LEADING_COUNTS]
-    if group == "task":
-        values = [(f"task.{key}", node.get(key)) for key in ("loss", "after_evaluation")]
-        values += [(item.key, item.value) for item in targets.metric_items(node.get("metrics"))]
-    return [(key, value) for key, value in values if isinstance(value, str)]

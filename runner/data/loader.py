@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from runner.core import Batch, ConfigError, RunSpec, batch_layout, random_streams, torchrun
@@ -318,34 +318,24 @@ def hold_on_device(dataset: Any, device: torch.device, on_device: bool | str) ->
 
 def move_batches(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Yield batches, nested or not, with their tensors on the device."""
-    if device.type == "cuda":
-        yield from _copy_to_gpu(batches, device)
+    if device.type != "cuda":
+        for batch in batches:
+            yield tree_map_only(Tensor, lambda value: value.to(device, non_blocking=True), batch)
         return
-    for batch in batches:
-        yield tree_map(lambda value: _to_device(value, device), batch)
-
-
-def _copy_to_gpu(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Yield batches that are copied from pinned memory while the GPU computes the previous one."""
+    # A batch is copied from pinned memory while the GPU computes the previous one.
     copy_stream = torch.cuda.Stream(device)
-    for batch in batches:
+
+    def copied(value: Tensor) -> Tensor:
         with torch.cuda.stream(copy_stream):
-            copied = tree_map(lambda value: _to_device(value, device, pin=True), batch)
-        compute_stream = torch.cuda.current_stream(device)
-        compute_stream.wait_stream(copy_stream)
-        for value in tree_leaves(copied):
-            if isinstance(value, Tensor):
-                # The allocator must not reuse the memory before the computation has read it.
-                value.record_stream(compute_stream)
-        yield copied
+            on_gpu = value.pin_memory().to(device, non_blocking=True)
+        # The allocator must not reuse the memory before the computation has read it.
+        on_gpu.record_stream(torch.cuda.current_stream(device))
+        return on_gpu
 
-
-def _to_device(value: Any, device: torch.device, pin: bool = False) -> Any:
-    """Return a tensor on the device, copied without waiting; any other value unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    source = value.pin_memory() if pin else value
-    return source.to(device, non_blocking=True)
+    for batch in batches:
+        batch_on_gpu = tree_map_only(Tensor, copied, batch)
+        torch.cuda.current_stream(device).wait_stream(copy_stream)
+        yield batch_on_gpu
 
 
 @dataclass(frozen=True, eq=False)

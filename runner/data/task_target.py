@@ -61,7 +61,7 @@ def build_task(task: Mapping[str, Any]) -> Any:
     if isinstance(loss, str) and _is_builtin(task):
         node["loss"] = targets.build_value("task.loss", loss)
     elif isinstance(loss, Mapping) and "_target_" in loss:
-        node["loss"] = targets.build_group("task.loss", with_tensors("task.loss", loss))
+        node["loss"] = targets.build_group("task.loss", with_tensors(loss))
     built = targets.build_group("task", node)
     missing = [name for name in ("quality", "direction") if not hasattr(built, name)]
     if missing:
@@ -80,8 +80,8 @@ def build_task(task: Mapping[str, Any]) -> Any:
     return built
 
 
-def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a node whose lists are float32 tensors where its target annotates a Tensor.
+def with_tensors(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the node of task.loss with float32 tensors for lists where its target annotates one.
 
     Raises:
         ConfigError: such a list holds something else than numbers.
@@ -93,7 +93,8 @@ def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
         # An annotation under TYPE_CHECKING cannot be evaluated.
         hints = {}
     values = {
-        name: _with_tensor(f"{key}.{name}", value, hints.get(name)) for name, value in node.items()
+        name: _with_tensor(f"task.loss.{name}", value, hints.get(name))
+        for name, value in node.items()
     }
     items = node.get("_args_")
     if isinstance(items, list):
@@ -103,7 +104,7 @@ def with_tensors(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
             names = []  # a builtin without a signature
         names += [""] * len(items)
         values["_args_"] = [
-            _with_tensor(f"{key}._args_[{i}]", item, hints.get(names[i]))
+            _with_tensor(f"task.loss._args_[{i}]", item, hints.get(names[i]))
             for i, item in enumerate(items)
         ]
     return values

@@ -17,8 +17,8 @@ MAX_FLAT_RATIO = 1.1
 """Height over width above which page.css gives a chart the height of two."""
 
 
-def plain_label(text: str, max_chars: int = 34) -> str:
-    """Return a label of at most `max_chars` characters, with `?` for each that the font lacks."""
+def plain_label(text: str) -> str:
+    """Return a label of at most 34 characters, with `?` for each that the font lacks."""
     from matplotlib.font_manager import findfont, get_font
 
     font = get_font(findfont(FONT))
@@ -27,15 +27,15 @@ def plain_label(text: str, max_chars: int = 34) -> str:
         # Index 0 is the font's glyph for a missing character.
         has_glyph = character.isprintable() and font.get_char_index(ord(character))
         drawn += character if has_glyph else "?"
-    if len(drawn) > max_chars:
-        drawn = drawn[: max_chars - 1] + "…"
+    if len(drawn) > 34:
+        drawn = drawn[:33] + "…"
     # matplotlib leaves labels that begin with _ out of the legend.
     return f" {drawn}" if drawn.startswith("_") else drawn
 
 
-def module_label(name: str, max_chars: int = 30) -> str:
+def module_label(name: str) -> str:
     """Return a module's name for an axis; of a long one the end, which tells modules apart."""
-    return plain_label(name if len(name) <= max_chars else f"…{name[1 - max_chars :]}")
+    return plain_label(name if len(name) <= 30 else f"…{name[-29:]}")
 
 
 def chart_style() -> AbstractContextManager[None]:

@@ -139,11 +139,7 @@ def run_color(number: int) -> str:
 
 
 def dashboard_tag(
-    state: Mapping[str, Any],
-    version: str,
-    time_ms: int,
-    name: str = DASHBOARD_NAME,
-    metrics: Collection[str] = (),
+    state: Mapping[str, Any], version: str, time_ms: int, name: str, metrics: Collection[str]
 ) -> str:
     """Return the value of a dashboard's tag in the form that a server of a version reads.
 

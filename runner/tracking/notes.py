@@ -3,7 +3,6 @@
 It is Markdown, in which no text of a user's becomes markup.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from runner.core import RunResult, fmt, run_result
@@ -23,14 +22,9 @@ def page_note(page: run_result.RunPage) -> str:
         note = failed_note(page.command, page.status, page.error)
     if page.resumed is None:
         return note
-    return note + _resumed_note(page.resumed.step, page.resumed.changes)
-
-
-def _resumed_note(step: int, changes: Mapping[str, str]) -> str:
-    """Return the lines that say where a run was resumed and which settings changed there."""
-    changed = ", ".join(f"{key}: {change}" for key, change in changes.items())
-    text = f"Resumed at step {step}; changed: {changed or 'nothing'}."
-    return f"\n\n{markdown_text(text)}"
+    changed = ", ".join(f"{key}: {change}" for key, change in page.resumed.changes.items())
+    text = f"Resumed at step {page.resumed.step}; changed: {changed or 'nothing'}."
+    return f"{note}\n\n{markdown_text(text)}"
 
 
 def running_note(command: str) -> str:

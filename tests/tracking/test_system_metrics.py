@@ -26,7 +26,7 @@ OWN = {"system/process_cpu_percentage", "system/process_memory_megabytes"}
 
 
 def test_a_sample_has_the_names_that_mlflow_shows():
-    metrics = SystemMetrics(10, process=os.getpid())
+    metrics = SystemMetrics(10, os.getpid(), 0.0)
     values = metrics.sample()
     assert set(values) >= STANDARD | OWN
     assert {name for name in values if "gpu" not in name} == STANDARD | OWN
@@ -38,7 +38,7 @@ def test_a_sample_has_the_names_that_mlflow_shows():
 
 
 def test_a_sample_is_due_once_per_interval_and_missed_ones_are_not_made_up():
-    metrics = SystemMetrics(10, now=100.0)
+    metrics = SystemMetrics(10, os.getpid(), 100.0)
     asked = (100.0, 109.9, 110.0, 110.1, 119.0, 120.5, 175.0, 176.0, 185.0)
     assert [now for now in asked if metrics.is_due(now)] == [110.0, 120.5, 175.0, 185.0]
 
@@ -54,7 +54,7 @@ def test_each_sample_is_of_its_own_moment(monkeypatch):
     """Else averages over all samples so far would be told."""
     from mlflow.system_metrics.metrics import cpu_monitor
 
-    metrics = SystemMetrics(10)
+    metrics = SystemMetrics(10, os.getpid(), 0.0)
     shares = iter([20.0, 60.0])
     monkeypatch.setattr(cpu_monitor.psutil, "cpu_percent", lambda: next(shares))
     name = "system/cpu_utilization_percentage"
@@ -62,7 +62,7 @@ def test_each_sample_is_of_its_own_moment(monkeypatch):
 
 
 def test_a_busy_process_is_seen():
-    metrics = SystemMetrics(10, process=os.getpid())
+    metrics = SystemMetrics(10, os.getpid(), 0.0)
     end = time.process_time() + 0.3
     while time.process_time() < end:
         pass
@@ -71,7 +71,7 @@ def test_a_busy_process_is_seen():
 
 def test_a_process_that_has_ended_is_not_sampled():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    metrics = SystemMetrics(10, process=child.pid)
+    metrics = SystemMetrics(10, child.pid, 0.0)
     assert set(metrics.sample()) >= OWN
     child.communicate(b"\n", timeout=20)
     values = metrics.sample()
@@ -88,7 +88,7 @@ def test_a_monitor_that_breaks_or_is_missing_is_left_out(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(system_metrics, "import_module", without_disk)
-    values = SystemMetrics(10).sample()
+    values = SystemMetrics(10, os.getpid(), 0.0).sample()
     assert "system/cpu_utilization_percentage" in values
     assert "system/disk_usage_percentage" not in values
 
@@ -98,7 +98,7 @@ def test_without_any_monitor_no_sample_is_due(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(system_metrics, "import_module", nothing)
-    metrics = SystemMetrics(10, process=os.getpid())
+    metrics = SystemMetrics(10, os.getpid(), 0.0)
     assert not metrics.is_due(1e9)
     assert metrics.sample() == {}
 

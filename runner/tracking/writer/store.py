@@ -305,7 +305,7 @@ class Store:
             known: names that the run has; MLflow refuses to change their values.
         """
         params = [
-            Param(key, truncate(secrets.redact(text), validation.MAX_PARAM_VAL_LENGTH))
+            Param(key, truncate(text, validation.MAX_PARAM_VAL_LENGTH))
             for key, text in distinct_names(values).items()
             if key not in known
         ]
@@ -417,10 +417,7 @@ class Store:
 
 def _run_tags(values: Mapping[str, str]) -> list[RunTag]:
     limit = validation.MAX_TAG_VAL_LENGTH
-    return [
-        RunTag(legal_name(key), truncate(secrets.redact(text), limit))
-        for key, text in values.items()
-    ]
+    return [RunTag(legal_name(key), truncate(text, limit)) for key, text in values.items()]
 
 
 @lru_cache(maxsize=10_000)
@@ -454,7 +451,9 @@ def distinct_names(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def truncate(text: str, limit: int) -> str:
-    """Return at most `limit` characters of a text, with an ellipsis if it was longer."""
+    """Return a text without secrets, at most `limit` characters of it, with an ellipsis if it was
+    longer."""
+    text = secrets.redact(text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -35,14 +35,13 @@ class SystemMetrics:
         count: number of samples so far, which is the step of the next one.
     """
 
-    def __init__(self, interval: float, process: int | None = None, now: float = 0.0) -> None:
+    def __init__(self, interval: float, process: int, now: float) -> None:
         self.interval = interval
         self.count = 0
         self._next = now + interval
         self._readers: list[Callable[[], dict[str, float]]] = []
         makers = [partial(_monitor_reader, module, kind) for module, kind in MLFLOW_MONITORS]
-        if process is not None:
-            makers.append(partial(_process_reader, process))
+        makers.append(partial(_process_reader, process))
         for make in makers:
             with suppress(Exception):
                 reader = make()
