@@ -25,8 +25,8 @@ def doctor(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: an argument that it does not take, or a folder that does not exist.
     """
-    typed_folder = DOCTOR.parse(argv).values.get("--config-dir")
-    folder = None if typed_folder is None else existing_config_dir(typed_folder)
+    _, typed = DOCTOR.parse(argv)
+    folder = existing_config_dir(typed["--config-dir"]) if typed else None
     console = Console(highlight=False, markup=False)
     installed = [f"runner {__version__}", f"torch {torch.__version__}"]
     installed += [

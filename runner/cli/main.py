@@ -12,7 +12,7 @@ from importlib import import_module, resources
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner import __version__
 from runner.config import commands
@@ -29,9 +29,6 @@ from runner.core import (
 )
 from runner.rooms import install_rooms
 from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep, print_error_once
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:

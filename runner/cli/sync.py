@@ -33,10 +33,10 @@ def sync(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: an argument that it does not take, or a store that can never be opened.
     """
-    arguments = SYNC.parse(argv)
-    folders = [Path(word).absolute() for word in arguments.words or ["outputs"]]
-    experiment = arguments.values.get("tracking.experiment")
-    uri = arguments.values.get("tracking.uri")
+    words, typed = SYNC.parse(argv)
+    folders = [Path(word).absolute() for word in words or ["outputs"]]
+    experiment = typed.get("tracking.experiment")
+    uri = typed.get("tracking.uri")
     if uri is not None:
         uri = resolve_uri(uri)
         check_store(uri)

@@ -34,7 +34,7 @@ def ui(argv: Sequence[str]) -> int:
         ConfigError: an argument that it does not take, or a port that cannot be used.
         TrackingError: the store does not answer.
     """
-    given = UI.parse(argv).values
+    _, given = UI.parse(argv)
     uri = resolve_uri(given.get("tracking.uri"))
     port = _port(given.get("port"))
     name = resolve_experiment(given.get("tracking.experiment"))

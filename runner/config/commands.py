@@ -6,7 +6,7 @@ declaration.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from runner.config.overrides import EXPLAIN_COMMAND, path_exists
@@ -44,27 +44,14 @@ class Positional:
         allowed: what they may be, for errors.
         meaning: for the help.
         are_folders: there may be any number of them, each an existing folder.
-        max_words: how many there may be; None for any number.
+        max_words: how many there may be.
     """
 
     usage: str
     allowed: str
     meaning: str
     are_folders: bool = False
-    max_words: int | None = None
-
-
-@dataclass
-class Arguments:
-    """Words that were typed after a command's name.
-
-    Attributes:
-        words: those that are no options.
-        values: value of each typed option by its key.
-    """
-
-    words: list[str] = field(default_factory=list)
-    values: dict[str, str] = field(default_factory=dict)
+    max_words: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -88,28 +75,30 @@ class Command:
     positional: Positional | None = None
     function: str = ""
 
-    def parse(self, argv: Sequence[str]) -> Arguments:
-        """Parse the words after the command's name.
+    def parse(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the words after the command's name that are no options, and the value of each
+        typed option by its key.
 
         Raises:
             ConfigError: the command does not take one of them.
         """
-        arguments = Arguments()
+        words: list[str] = []
+        values: dict[str, str] = {}
         rest = list(argv)
         while rest:
             word = rest.pop(0)
             key, equals, value = word.partition("=")
             option = next((each for each in self.options if key in (each.key, each.short)), None)
-            if option is not None and option.key in arguments.values:
+            if option is not None and option.key in values:
                 raise self._refusal(word, ": it is typed twice")
             if option is not None and equals:
-                arguments.values[option.key] = value
+                values[option.key] = value
             elif option is not None and option.is_flag and rest:
-                arguments.values[option.key] = rest.pop(0)
+                values[option.key] = rest.pop(0)
             else:
-                arguments.words.append(word)
-        self._check_words(arguments.words)
-        return arguments
+                words.append(word)
+        self._check_words(words)
+        return words, values
 
     def _check_words(self, words: Sequence[str]) -> None:
         """Raise ConfigError for words that are neither options nor what the command works on."""
@@ -119,8 +108,7 @@ class Command:
                 raise self._refusal(word)
             if self.positional.are_folders and not (path_exists(word) and Path(word).is_dir()):
                 raise self._refusal(word, ": there is no such folder")
-        max_words = self.positional.max_words if self.positional else None
-        if self.positional and max_words is not None and len(words) > max_words:
+        if self.positional and len(words) > self.positional.max_words:
             allowed = self.positional.allowed
             raise ConfigError(f"{self.name} takes {allowed}, and was given: {' '.join(words)}.")
 

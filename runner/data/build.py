@@ -26,8 +26,7 @@ from runner.core import (
 )
 from runner.data.collate import Collator, makes_batches
 from runner.data.fingerprint import fact_problems, learned_facts
-from runner.data.loader import Loader, LoaderOptions
-from runner.data.sampling import SamplerOrder
+from runner.data.loader import Loader, LoaderOptions, SamplerOrder
 from runner.data.splits import RunData, RunSets, TextPairs, label_remedy, set_labels
 from runner.data.stream_loader import (
     DatasetLoader,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
 from runner.core import fmt, random_streams, targets
-from runner.data.sampling import restored_random_state
+from runner.data.loader import restored_random_state
 from runner.data.splits import RunData, RunSets, Splits
 from runner.data.stream_loader import first_examples, is_stream
 from runner.data.value_hash import hash_value, value_digest

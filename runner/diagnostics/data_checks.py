@@ -11,8 +11,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from runner.core import Batch, ConfigError, Task, batch_layout
 from runner.data.splits import label_remedy
-from runner.data.step_samples import StepSamples, targets_of_steps
-from runner.data.stream_loader import DatasetLoader, StreamLoader
+from runner.data.stream_loader import DatasetLoader, StepSamples, StreamLoader, targets_of_steps
 from runner.training.tasks.detection import Detection
 
 ROWS_PER_PIECE = 4096

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core import ConfigError, Invocation, RunSpec, files, fmt, layout, secrets
-from runner.data.step_samples import samples_of_step
-from runner.data.stream_loader import DatasetLoader
+from runner.data.stream_loader import DatasetLoader, samples_of_step
 
 _NO_INDICES = "The train set is a stream, whose samples have no indices to be replayed by."
 

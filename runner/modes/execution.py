@@ -30,7 +30,7 @@ from runner.core import (
     run_context,
     secrets,
 )
-from runner.data.sampling import restored_random_state
+from runner.data.loader import restored_random_state
 from runner.precision.casting import CastCacheWatch
 from runner.precision.conversion_proof import prove_model
 from runner.precision.forward_watch import ModelTrial

@@ -41,8 +41,7 @@ from runner.core import (
     training_loop,
 )
 from runner.data.build import build_data, build_run_loaders
-from runner.data.step_samples import saved_batches
-from runner.data.stream_loader import DatasetLoader, StreamLoader
+from runner.data.stream_loader import DatasetLoader, StreamLoader, saved_batches
 from runner.data.task_target import build_task
 from runner.diagnostics import saved_batch
 from runner.diagnostics.data_checks import labels_of

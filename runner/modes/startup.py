@@ -35,7 +35,7 @@ from runner.core import (
 )
 from runner.data import fingerprint
 from runner.data.build import RunLoaders, build_data, build_run_loaders
-from runner.data.sampling import restored_random_state
+from runner.data.loader import restored_random_state
 from runner.data.splits import RunData
 from runner.data.stream_loader import DatasetLoader, StreamLoader, is_stream
 from runner.diagnostics.data_checks import data_problems

@@ -21,9 +21,8 @@ from runner.core import (
     training_loop,
 )
 from runner.data.fingerprint import learned_facts
-from runner.data.sampling import restored_random_state
-from runner.data.step_samples import samples_of_step
-from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of
+from runner.data.loader import restored_random_state
+from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of, samples_of_step
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.diagnostics.room import NumericsSpec

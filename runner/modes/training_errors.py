@@ -25,8 +25,13 @@ from runner.core import (
     module_tape,
     training_loop,
 )
-from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
-from runner.data.stream_loader import DatasetLoader, StreamLoader
+from runner.data.stream_loader import (
+    DatasetLoader,
+    StreamLoader,
+    all_targets,
+    samples_of_step,
+    targets_of_steps,
+)
 from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import BatchSaver

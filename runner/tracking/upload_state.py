@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from runner.core import files, journals, signature
 from runner.tracking.uri import is_configured_store
@@ -244,10 +244,7 @@ def read_state(journal: Path) -> UploadState:
     return state
 
 
-JournalState = Literal["stored", "training", "sending", "refused", "pending"]
-
-
-def journal_state(journal: Path) -> JournalState:
+def journal_state(journal: Path) -> str:
     """Return the state of a journal's upload.
 
     Returns:

@@ -302,7 +302,7 @@ def test_mode_plan_measures_a_model_object():
         (["model.hidden=[3]"], {"model": Net()}, "model.hidden=[3] was typed, and model= is"),
         (["data.root=x"], {"data": DATA}, "data.root=x was typed, and data= is an object"),
         (["optimizer.lr=1"], {"optimizer": torch.optim.SGD}, "optimizer.lr=1 was typed"),
-        ([], {"model": 3}, "model= is an object of type int. Give a torch.nn.Module, or a fun"),
+        ([], {"model": 3}, "model= is an object of type int, which cannot be called. Give a t"),
         ([], {"model": lambda: 3}, "model=lambda returned an object of type int. Give a torch"),
         ([], {"data": DATA[0]}, "data= is an object of type TensorDataset. Give a tuple of dat"),
         ([], {"data": (DATA[0],)}, "must return"),

@@ -25,8 +25,7 @@ def test_arguments(command, words, values, tmp_path, monkeypatch):
     (tmp_path / "run=1").mkdir()
     monkeypatch.chdir(tmp_path)
     name, *argv = command.split()
-    arguments = COMMANDS[name].parse(argv)
-    assert (arguments.words, arguments.values) == (words, values)
+    assert COMMANDS[name].parse(argv) == (words, values)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ from runner.core.loop.batch_layout import StartingPoint, ends_epoch
 from runner.core.loop.training_loop import accumulation_batches, total_steps
 from runner.data.collate import Collator
 from runner.data.loader import Loader, LoaderOptions
-from runner.data.step_samples import (
+from runner.data.stream_loader import (
     StepSamples,
+    StreamLoader,
     all_targets,
+    reads_of,
     samples_of_step,
     saved_batches,
     targets_of_steps,
 )
-from runner.data.stream_loader import StreamLoader, reads_of
 
 
 class State:

@@ -9,9 +9,8 @@ from torch.utils.data import WeightedRandomSampler as Weighted
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.torchrun import ProcessRank
-from runner.data.loader import Loader, LoaderOptions
-from runner.data.sampling import SamplerOrder
-from runner.data.step_samples import samples_of_step
+from runner.data.loader import Loader, LoaderOptions, SamplerOrder
+from runner.data.stream_loader import samples_of_step
 
 DATA = TensorDataset(torch.arange(10.0), torch.arange(10))
 WEIGHTS = [0.0] * 5 + [1.0] * 5

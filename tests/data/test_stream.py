@@ -19,8 +19,7 @@ from runner.data.collate import Collator
 from runner.data.fingerprint import describe_data
 from runner.data.loader import LoaderOptions
 from runner.data.splits import Splits
-from runner.data.step_samples import all_targets, samples_of_step, targets_of_steps
-from runner.data.stream_loader import StreamLoader
+from runner.data.stream_loader import StreamLoader, all_targets, samples_of_step, targets_of_steps
 
 
 class Numbers(IterableDataset):

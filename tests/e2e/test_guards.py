@@ -11,7 +11,7 @@ from run_folders import job_results, only_run, only_sweep, read_json, write_lab
 
 from runner.core.config.invocation import Invocation
 from runner.data.loader import Loader
-from runner.data.step_samples import samples_of_step
+from runner.data.stream_loader import samples_of_step
 from runner.diagnostics import saved_batch
 from runner.modes import training_errors
 from runner.modes.replay import run_of_batch, state_before_step

@@ -104,20 +104,18 @@ class EncodedImages(Dataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range: there are {len(self)} images")
         row = int(self.rows[index])
-        value = self.images[row]
-        file = _image_file(value.as_py() if hasattr(value, "as_py") else value)
+        value: Any = self.images[row]
+        if hasattr(value, "as_py"):
+            value = value.as_py()
+        path = None
+        if isinstance(value, Mapping):
+            path = value.get("path")
+            value = value.get("bytes")
+        file = None if value is None else io.BytesIO(value)
+        if file is None and path:
+            file = Path(path)  # the table holds the path of the image alone
         image = decoded_image(file, f"{self.source}, row {row}")
         return self.transform(image), int(self.labels[row])
-
-
-def _image_file(value: Any) -> io.BytesIO | Path | None:
-    """Return the bytes of an image, or its file where the table holds a path alone."""
-    if isinstance(value, Mapping):
-        path = value.get("path")
-        value = value.get("bytes")
-        if value is None and path:
-            return Path(path)
-    return None if value is None else io.BytesIO(value)
 
 
 @dataclass
@@ -253,7 +251,16 @@ class TableColumns:
             ConfigError: a column does not hold what it is to become.
         """
         if self.image is not None:
-            return self._image_splits(train, val, val_fraction)
+            if val is None:
+                count = held_out(len(train), val_fraction, self.source)
+                rows, val_rows = split_rows(len(train), count, self.seed)
+                val = train
+            else:
+                rows, val_rows = torch.arange(len(train)), torch.arange(len(val))
+            return Splits(
+                self._encoded_images(train, rows, self.augment),
+                self._encoded_images(val, val_rows, augment=False),
+            )
         fields = self._fields(train)
         if self._tokenizer is not None:
             end = self._tokenizer.end if self._ends_texts(train) else None
@@ -288,18 +295,6 @@ class TableColumns:
         # A text that is classified is given as the tokenizer makes it.
         is_generated = self.target is None or self._has_target_texts(table)
         return self.end_token != "auto" or is_generated
-
-    def _image_splits(self, train: Any, val: Any, val_fraction: float) -> Splits:
-        if val is None:
-            count = held_out(len(train), val_fraction, self.source)
-            rows, val_rows = split_rows(len(train), count, self.seed)
-            val = train
-        else:
-            rows, val_rows = torch.arange(len(train)), torch.arange(len(val))
-        return Splits(
-            self._encoded_images(train, rows, self.augment),
-            self._encoded_images(val, val_rows, augment=False),
-        )
 
     def _encoded_images(self, table: Any, rows: Tensor, augment: bool) -> EncodedImages:
         """Return the data set of some rows of a table."""

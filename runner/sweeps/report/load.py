@@ -330,12 +330,12 @@ def rebuild_report(argv: Sequence[str]) -> int:
             no files.
         TrackingError: the store does not answer.
     """
-    arguments = REPORT.parse(argv)
-    out = arguments.values.get("--out")
+    words, typed = REPORT.parse(argv)
+    out = typed.get("--out")
     upload_in_background(Path("outputs"))
     try:
-        report = _report_two if len(arguments.words) == 2 else _report_one
-        paths = report(arguments.words, arguments.values, out)
+        report = _report_two if len(words) == 2 else _report_one
+        paths = report(words, typed, out)
     except OSError as error:
         raise ConfigError(
             f"The report cannot be written: {error.filename or out}: "
