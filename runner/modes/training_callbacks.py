@@ -26,7 +26,6 @@ from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of, sam
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.diagnostics.room import NumericsSpec
-from runner.modes.saved_run import typed_overrides
 from runner.modes.training_errors import batch_saver
 from runner.training import state_dict
 from runner.training.callbacks.guard import EarlyStopping, Guard
@@ -200,8 +199,7 @@ class TrainingCallbacks:
             Sentences that say which parts of the checkpoint could not be restored as they were.
         """
         run = self.run
-        typed = typed_overrides(run.invocation).keys()
-        messages = state_dict.restore(self.state, saved, run.spec, self.callbacks, typed)
+        messages = state_dict.restore(self.state, saved, run.spec, self.callbacks)
         if isinstance(self._loader, StreamLoader):
             messages.append(
                 f"the stream is read again up to example {self.state.position} of pass "
@@ -240,7 +238,7 @@ class TrainingCallbacks:
                     "optimizer keeps them in its state or param_groups."
                 )
         # Metrics of an earlier step would be taken for those of the weights in the file.
-        is_evaluated = self.summary.last_evaluation_step == self.state.step
+        is_evaluated = self.summary.evaluated == self.state.step
         metrics = self.summary.metrics if is_evaluated else {}
         rest = state_dict.state_dict(self.state, self.callbacks)
         rest["device"] = self.run.device_name

@@ -262,9 +262,26 @@ class Lora:
         with terminal.suppress_warnings():
             from peft import LoraConfig
 
-        names = [name for name, _ in model.named_modules()]
-        selected = module_tree.select_modules("adapter.train", self.train, names)
-        trained = [name for name in selected if not self._is_left_frozen(name, self.train)]
+        modules = dict(model.named_modules())
+        selected = module_tree.select_modules("adapter.train", self.train, modules)
+        # Looked up before peft renames the modules that it wraps.
+        trained = {
+            name: modules[name]
+            for name in sorted(selected)
+            if not self._is_left_frozen(name, self.train)
+        }
+        trained_in_full = [p for module in trained.values() for p in module.parameters()]
+        packed = [name for name, module in trained.items() if is_packed(module)]
+        if packed:
+            raise ConfigError(
+                f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
+                f"train. Type precision.ignore_modules=[{','.join(packed)}], too."
+            )
+        if any(isinstance(module, FusedNormLinear) for module in modules.values()):
+            raise ConfigError(
+                "adapter=lora would add to the inputs of layers that compute their norm "
+                "themselves. Type precision.fuse=false."
+            )
         chosen = self._chosen_layers(model, bypassed)
         stacks = _stacks_by_layer(model)
         # The experts of a stack all have one, and are many.
@@ -283,20 +300,6 @@ class Lora:
             use_rslora=self.use_rslora,
             init_lora_weights="gaussian" if self.init == "gaussian" else True,
         )
-        # Looked up before peft renames the modules that it wraps.
-        modules = {name: model.get_submodule(name) for name in sorted(trained)}
-        trained_in_full = [p for module in modules.values() for p in module.parameters()]
-        packed = [name for name, module in modules.items() if is_packed(module)]
-        if packed:
-            raise ConfigError(
-                f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
-                f"train. Type precision.ignore_modules=[{','.join(packed)}], too."
-            )
-        if any(isinstance(module, FusedNormLinear) for module in model.modules()):
-            raise ConfigError(
-                "adapter=lora would add to the inputs of layers that compute their norm "
-                "themselves. Type precision.fuse=false."
-            )
         # None in a trial that is to find the experts.
         if chosen:
             _inject(config, model, chosen)
@@ -339,14 +342,12 @@ class Lora:
         shared = find_shared_weights(model)
         chosen = []
         for name, module in modules.items():
-            # A root that is a linear layer has no name that peft could match.
-            if not name or called[name] not in candidates:
-                continue
-            if not isinstance(module, linear_classes()):
-                continue
-            # nn.MultiheadAttention reads the weight of its output projection, a layer of this
-            # class, and never calls the layer. torch keeps the class private.
-            if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+            # A root that is a linear layer has no name that peft could match. nn.MultiheadAttention
+            # reads the weight of its output projection, a layer of a class that torch keeps
+            # private, and never calls the layer.
+            is_layer = name and isinstance(module, linear_classes())
+            is_read = type(module).__name__ == "NonDynamicallyQuantizableLinear"
+            if not is_layer or is_read or called[name] not in candidates:
                 continue
             holder = called[name].rpartition(".")[0] if name in stacks else name
             if holder in shared and self.modules is not None:

@@ -81,20 +81,14 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
             "not add up (pytorch/pytorch#169545). Type train.accumulate=1, "
             "train.compile=max-autotune-no-cudagraphs or train.compile=default."
         )
-    if spec.train.compile_rounding == "eager" and accelerators.is_tpu(device):
-        yield (
-            "train.compile_rounding=eager is an option of torch's compiler for CPUs and GPUs, and "
-            "a TPU has its own. Type train.compile_rounding=fused."
-        )
-    if (
-        spec.train.compile_rounding == "eager"
-        and device.type == "cpu"
-        and tensor_facts.TORCH_VERSION < (2, 13)
-    ):
-        yield (
-            "train.compile_rounding=eager changes nothing on a CPU before torch 2.13, and this is "
-            f"torch {tensor_facts.TORCH_VERSION}. Type train.compile_rounding=fused."
-        )
+    why_fused = ""
+    if accelerators.is_tpu(device):
+        why_fused = "is an option of torch's compiler for CPUs and GPUs, and a TPU has its own"
+    elif device.type == "cpu" and tensor_facts.TORCH_VERSION < (2, 13):
+        version = tensor_facts.TORCH_VERSION
+        why_fused = f"changes nothing on a CPU before torch 2.13, and this is torch {version}"
+    if why_fused and spec.train.compile_rounding == "eager":
+        yield f"train.compile_rounding=eager {why_fused}. Type train.compile_rounding=fused."
     candidates = (os.environ.get("CXX", "c++"), *CXX_COMPILERS)
     if not any(map(shutil.which, candidates)):
         names = ", ".join(CXX_COMPILERS)
@@ -220,10 +214,13 @@ def _checkpointing_class(
         if torch.compiler.is_compiling():
             return checkpoint(original, *args, use_reentrant=False, **kwargs)
 
-        def contexts() -> tuple[Any, Any]:
-            return nullcontext(), _second_forward(self, second_context())
-
-        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(
+            original,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _second_forward(self, second_context())),
+            **kwargs,
+        )
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

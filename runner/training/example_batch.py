@@ -58,10 +58,9 @@ def example_batch(spec: RunSpec, size: int, device: torch.device) -> Batch:
     else:
         # Two tokens are in every vocabulary.
         inputs = torch.randint(2, (size, *shape), dtype=dtype, device=device)
-    if isinstance(task, Classification):
-        return inputs, torch.randint(classes, (size,), device=device)
-    if isinstance(task, Segmentation):
-        return inputs, torch.randint(classes, (size, *shape[-2:]), device=device)
+    if isinstance(task, Classification | Segmentation):
+        pixels = shape[-2:] if isinstance(task, Segmentation) else ()
+        return inputs, torch.randint(classes, (size, *pixels), device=device)
     if isinstance(task, Regression | Binary):
         dtype = dtype if dtype.is_floating_point else torch.float32
         return inputs, torch.rand(size, classes, dtype=dtype, device=device)
@@ -74,10 +73,8 @@ def _input_dtype(spec: RunSpec) -> torch.dtype:
     Raises:
         ForecastUnavailable: data.meta.dtype is no dtype of torch.
     """
-    name = (spec.data.get("meta") or {}).get("dtype")
-    if name is None:
-        is_text = spec.task.get("kind") == "sequence_classification"
-        return torch.int64 if is_text else torch.float32
+    usual = "int64" if spec.task.get("kind") == "sequence_classification" else "float32"
+    name = (spec.data.get("meta") or {}).get("dtype") or usual
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
         raise ForecastUnavailable(

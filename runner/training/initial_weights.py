@@ -15,6 +15,8 @@ from runner.core import ConfigError, RunSpec, fmt, module_tree, tensor_facts, te
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.quantized_linear import unpack_state_dict
 
+Weights = Mapping[str, Any]
+"""Tensors by their names in a state dict; an extra state may be something else."""
 _COUNTERS = ".num_batches_tracked"
 """End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
 EVERY_NAME = "*"
@@ -55,9 +57,7 @@ class InitialWeights(NamedTuple):
         return line
 
 
-def load_selected(
-    model: nn.Module, weights: Mapping[str, Any], spec: RunSpec, source: str
-) -> InitialWeights:
+def load_selected(model: nn.Module, weights: Weights, spec: RunSpec, source: str) -> InitialWeights:
     """Copy weights into a model, all but those that init.skip leaves out.
 
     Args:
@@ -103,7 +103,7 @@ def misfit_reason(error: Exception) -> str:
     return lines[1].strip() if len(lines) > 1 else str(error)
 
 
-def unpack_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+def unpack_weights(model: nn.Module, weights: Weights) -> dict[str, Any]:
     """Return packed weights as the numbers that they stand for, for a model of plain layers.
 
     Args:
@@ -117,9 +117,7 @@ def unpack_weights(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, An
     return unpack_state_dict(weights, transposed)
 
 
-def _missing_names(
-    own: Mapping[str, Any], weights: Mapping[str, Any], skipped: Collection[str]
-) -> list[str]:
+def _missing_names(own: Weights, weights: Weights, skipped: Collection[str]) -> list[str]:
     """Return the names of the model that the file lacks, of a tied weight under all its names.
 
     Raises:
@@ -161,8 +159,8 @@ def _fits(own: Any, theirs: Any) -> bool:
 
 def _misfit(
     spec: RunSpec,
-    own: Mapping[str, Any],
-    selected: Mapping[str, Any],
+    own: Weights,
+    selected: Weights,
     missing: list[str],
     unexpected: list[str],
     other_shapes: list[str],
@@ -221,7 +219,7 @@ def _shape(value: Any) -> str:
     return f"{list(value.shape)}{kind}"
 
 
-def rename(weights: Mapping[str, Any], prefixes: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+def rename(weights: Weights, prefixes: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     """Return weights under new names.
 
     Args:
@@ -264,7 +262,7 @@ def _new_name(name: str, old: str, new: str) -> str:
     return ".".join(part for part in (new, rest) if part)
 
 
-def _candidates(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _candidates(own: Weights, theirs: Weights) -> Iterator[tuple[str, str]]:
     """Yield pairs of prefixes by which a few names of the file become names of the model."""
     strangers = [name for name in theirs if name not in own]
     for name in strangers[:: max(len(strangers) // _SAMPLES, 1)]:

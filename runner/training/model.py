@@ -59,6 +59,7 @@ from runner.training.initial_weights import (
 )
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
+from runner.training.schedules import Node
 
 META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -161,8 +162,7 @@ def build_model(
         initial = _load(spec, model, packed)
     model = model.to(device)
     # After the adapter, which decides by itself what trains, and before strategies and optimizers.
-    if spec.train.freeze:
-        freeze_parameters(model, spec.train.freeze)
+    freeze_parameters(model, spec.train.freeze)
     report = replace(report, kept=(*report.kept, *notes))
     return BuiltModel(model, report, size, initial, plan)
 
@@ -368,7 +368,7 @@ def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str,
     return unpack_weights(model, weights)
 
 
-def _model_remedy(saved: LoadedCheckpoint, node: Mapping[str, Any]) -> str:
+def _model_remedy(saved: LoadedCheckpoint, node: Node) -> str:
     """Return what to type for the model that a checkpoint was trained with."""
     theirs = saved.content["spec"].get("model") or {}
     if str(theirs.get("_target_")).startswith("runner.api.objects."):
@@ -470,7 +470,7 @@ def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
-def starts_random(node: Mapping[str, Any]) -> bool:
+def starts_random(node: Node) -> bool:
     """Return whether a model's weights are known to be random.
 
     They are for a model of the runner, timm or torchvision that is not asked to load any. False
@@ -495,7 +495,7 @@ def starts_random(node: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def safe_loading(node: Mapping[str, Any]) -> Iterator[None]:
+def safe_loading(node: Node) -> Iterator[None]:
     """Have the library that builds a model unpickle nothing but tensors and plain containers, and
     import installed packages alone.
 

@@ -68,15 +68,17 @@ def _places(model: nn.Module, tensors: Sequence[Tensor], with_attributes: bool) 
             named = random_streams.plain_attributes(module) if members is vars(module) else members
             may_be_none = with_attributes and members is not module._parameters
             for key, value in named.items():
-                is_new = (
-                    isinstance(value, Tensor)
-                    and random_streams.is_dense(value)
-                    and id(value) not in seen
-                )
-                # An activation belongs to its step. Torch counts no change in inference mode.
-                is_new = is_new and value.grad_fn is None
-                is_new = is_new and (with_attributes or not value.is_inference())
-                if is_new or (value is None and may_be_none and key not in _TORCHS):
+                if isinstance(value, Tensor):
+                    # An activation belongs to its step. Torch counts no change in inference mode.
+                    is_place = (
+                        id(value) not in seen
+                        and random_streams.is_dense(value)
+                        and value.grad_fn is None
+                        and (with_attributes or not value.is_inference())
+                    )
+                else:
+                    is_place = value is None and may_be_none and key not in _TORCHS
+                if is_place:
                     seen.add(id(value))
                     name = f"{path}.{key}".lstrip(".")
                     pattern = name if module._modules else path or name
@@ -134,8 +136,8 @@ class SkippedSteps(train_state.StepHook):
         self._device = next(model.parameters()).device
         # A tensor whose version is the same is unchanged, unless the model changes `tensor.data`.
         self._trusts_versions = False
-        self._found_inf: Tensor | None = None  # of the last step
-        self._followed: list[_Followed] | None = None
+        self._found_inf = None  # of the last step
+        self._followed = None
 
     def _follow(self) -> list[_Followed]:
         """Copy what the model holds now."""
@@ -280,9 +282,8 @@ class OwnUpdates(train_state.StepHook):
     def restore(self, content: Mapping[str, Any]) -> None:
         """Restore what the rule kept; see StepHook."""
         kept = self.rule_state
-        if self._forward is not None:
-            for name, value in content.get(OWN_UPDATES_KEY, {}).items():
-                kept[name] = value.to(next(self._model.parameters()).device, copy=True)
+        for name, value in content.get(OWN_UPDATES_KEY, {}).items():
+            kept[name] = value.to(next(self._model.parameters()).device, copy=True)
 
 
 def own_hooks(state: TrainState, seed: int = 0) -> list[train_state.StepHook]:
@@ -322,8 +323,11 @@ class OwnState(train_state.StepHook):
         self._hooks = state.hooks
         every = [scheduled.optimizer for scheduled in state.optimizers]
         self._optimizers = [o for o in every if not type(o).__module__.startswith(_LIBRARIES)]
-        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
-        narrow = [p for p in plain if p.itemsize == 2 and not p.requires_grad]
+        narrow = [
+            p
+            for p in model.parameters()
+            if type(p) is nn.Parameter and p.itemsize == 2 and not p.requires_grad
+        ]
         # Of each place the tensor before the first step, its version and its digest.
         self._starts: list[tuple[_Place, Tensor, int, bytes]] = []
         for place in _places(model, [*random_streams.own_tensors(model), *narrow], False):

@@ -17,6 +17,10 @@ from runner.precision.forward_watch import expert_layouts
 from runner.precision.layers.conv1d import linear_classes
 from runner.precision.layers.derived_weight import is_derived
 from runner.precision.layers.experts import ExpertLayer
+from runner.training.schedules import Node
+
+NamedParameters = Mapping[str, nn.Parameter]
+"""Parameters by their dotted names."""
 
 NORMS_AND_BIASES = "norms_and_biases"
 """Value of optimizer.no_decay_on: biases, parameters of norm layers, and vectors and scalars."""
@@ -31,15 +35,13 @@ _WHOLE_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "maximiz
 """Options that torch's optimizers take for all of their groups together."""
 
 
-def group_settings(node: Mapping[str, Any]) -> dict[str, Any]:
+def group_settings(node: Node) -> dict[str, Any]:
     """Return the settings of an optimizer's node that divide its parameters; empty for none."""
     values = targets.runner_values("optimizer", node)
     return {key: values[key] for key in sorted(targets.GROUP_KEYS) if key in values}
 
 
-def matched_names(
-    key: str, match: Any, named: Mapping[str, nn.Parameter], model: nn.Module
-) -> set[str]:
+def matched_names(key: str, match: Any, named: NamedParameters, model: nn.Module) -> set[str]:
     """Return the names of the parameters that a `match` of the config takes.
 
     Args:
@@ -75,7 +77,7 @@ def matched_names(
 
 
 def divide_parameters(
-    key: str, node: Mapping[str, Any], model: nn.Module, params: Sequence[nn.Parameter]
+    key: str, node: Node, model: nn.Module, params: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, as its constructor takes them.
 
@@ -95,8 +97,8 @@ def divide_parameters(
     settings = group_settings(node)
     if not settings:
         return [{"params": [*params]}]
-    names = {id(p): name for name, p in model.named_parameters()}
-    named = {names[id(p)]: p for p in params}
+    divided = {*params}
+    named = {name: p for name, p in model.named_parameters() if p in divided}
     entries = settings.get("groups") or []
     owners = _owners(key, entries, model, named)
     no_decay = settings.get("no_decay_on")
@@ -129,17 +131,14 @@ def _patterns(match: Any) -> list[str]:
     return [str(item) for item in match] if isinstance(match, list | tuple) else [str(match)]
 
 
-def _entry_name(entry: Mapping[str, Any]) -> str:
+def _entry_name(entry: Node) -> str:
     if not entry:
         return _REST
     return str(entry.get("name") or _patterns(entry["match"])[0])
 
 
 def _owners(
-    key: str,
-    entries: Sequence[Mapping[str, Any]],
-    model: nn.Module,
-    named: Mapping[str, nn.Parameter],
+    key: str, entries: Sequence[Node], model: nn.Module, named: NamedParameters
 ) -> dict[str, int]:
     """Return the index of each parameter's entry; their number for those that none names."""
     owners = {}
@@ -160,9 +159,7 @@ def _owners(
     return {name: owners.get(name, len(entries)) for name in named}
 
 
-def _exempt(
-    key: str, patterns: Any, model: nn.Module, named: Mapping[str, nn.Parameter]
-) -> set[str]:
+def _exempt(key: str, patterns: Any, model: nn.Module, named: NamedParameters) -> set[str]:
     """Return the names of the parameters without weight decay."""
     typed = _patterns(patterns)
     others = [pattern for pattern in typed if pattern != NORMS_AND_BIASES]
@@ -213,7 +210,7 @@ def _typed(match: Any) -> str:
     return f"[{','.join(_patterns(match))}]" if isinstance(match, list | tuple) else str(match)
 
 
-def _learning_rate(node: Mapping[str, Any]) -> Any:
+def _learning_rate(node: Node) -> Any:
     """Return the rate of an optimizer's node, or the default of its target; None without any."""
     if node.get("lr") is not None:
         return node["lr"]
@@ -221,7 +218,7 @@ def _learning_rate(node: Mapping[str, Any]) -> Any:
     return None if parameter is None or parameter.default is Parameter.empty else parameter.default
 
 
-def group_problems(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
+def group_problems(key: str, node: Node, optimizer: Optimizer) -> Iterator[str]:
     """Yield a message for each setting that the optimizer's class cannot follow.
 
     Args:
@@ -294,7 +291,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def entry_options(node: Mapping[str, Any]) -> list[dict[str, Any]]:
+def entry_options(node: Node) -> list[dict[str, Any]]:
     """Return the options of each entry of optimizer.groups."""
     entries = group_settings(node).get("groups")
     # What is no list of mappings has a message of its own.

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.derived_weight import current_weight
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
 from runner.training.initial_weights import unpack_weights
+from runner.training.schedules import Node
 
 _BESIDE = (
     "tokenizer*.json",
@@ -48,16 +50,12 @@ def is_pretrained_model(model: nn.Module) -> bool:
 
 
 def write_pretrained(
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    folder: Path,
-    node: Mapping[str, Any],
-    beside: list[Path],
+    model: nn.Module, weights: Mapping[str, Tensor], folder: Path, node: Node, beside: list[Path]
 ) -> str:
     """Write config.json and model.safetensors, and copy files of a tokenizer.
 
-    Packed weights are unpacked, and an adapter is merged. All numbers are in the widest dtype that
-    the model stores, which the config names.
+    Packed weights are unpacked, and an adapter is merged. All numbers are in the narrowest
+    dtype that holds all that the model stores, which the config names.
 
     Args:
         model: of transformers, converted, with or without an adapter.
@@ -76,9 +74,7 @@ def write_pretrained(
     """
     plain = plain_weights(model, weights)
     floats = {value.dtype for value in plain.values() if value.is_floating_point()}
-    widest = max(floats, key=lambda dtype: torch.finfo(dtype).bits)
-    if len(floats) > 1 and widest is not torch.float64:
-        widest = torch.float32  # float16 and bfloat16 hold other numbers
+    widest = reduce(torch.promote_types, floats)
     for name, value in plain.items():
         cast = value.to(widest) if value.is_floating_point() else value
         plain[name] = cast.detach().cpu()
@@ -127,9 +123,13 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     changed = {}
     experts = set()
     for stack in expert_stacks(model):
-        if stack.layers[0] in layers:
-            experts.update(stack.layers)
-            changed[stack.name] = _merged_experts(stack, plain, layers)
+        if stack.layers[0] not in layers:
+            continue
+        experts.update(stack.layers)
+        changed[stack.name] = plain[stack.name].clone()
+        matrices = expert_matrices(changed[stack.name], stack.transposed)
+        for name, matrix in zip(stack.layers, matrices, strict=True):
+            matrix.copy_(_with_addition(matrix, name, plain, layers[name]))
     for name in layers.keys() - experts:
         parts = merged(name, plain, layers[name])
         changed |= {f"{name}.{part}": value for part, value in parts.items()}
@@ -139,22 +139,7 @@ def plain_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     return kept | changed
 
 
-def _merged_experts(
-    stack: Stack, weights: Mapping[str, Tensor], layers: Mapping[str, Any]
-) -> Tensor:
-    """Return a stacked weight with the additions of its experts in it, see merged()."""
-    total = weights[stack.name].clone()
-    matrices = expert_matrices(total, stack.transposed)
-    for name, matrix in zip(stack.layers, matrices, strict=True):
-        parts = {f"{name}.base_layer.weight": matrix}
-        for part in ("lora_A", "lora_B"):
-            key = f"{name}.{part}.default.weight"
-            parts[key] = weights[key]
-        matrix.copy_(merged(name, parts, layers[name])["weight"])
-    return total
-
-
-def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Mapping[str, Any]) -> Any:
+def _with_weights(model: Any, plain: Mapping[str, Tensor], node: Node) -> Any:
     """Return a new model of the same class and config with these weights.
 
     Raises:
@@ -200,11 +185,7 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def write_adapter(
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    folder: Path,
-    node: Mapping[str, Any],
-    init: str = "default",
+    model: nn.Module, weights: Mapping[str, Tensor], folder: Path, node: Node, init: str = "default"
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json, for PeftModel.from_pretrained.
 
@@ -354,17 +335,21 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
     start = f"{name}." if layer is None else f"{name}.base_layer."
     parts = {k.removeprefix(start): v for k, v in weights.items() if k.startswith(start)}
     if layer is not None:
-        a = weights[f"{name}.lora_A.default.weight"]
-        b = weights[f"{name}.lora_B.default.weight"]
-        magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
-        base = layer.get_base_layer()
         # One that is derived from other parameters, which the adapter freezes, is the layer's.
-        plain = parts["weight"] if "weight" in parts else current_weight(base)
-        transposed = is_transposed(base)
-        # In float64, and rounded to the weight's dtype once.
-        total = plain.t().double() if transposed else plain.double()
-        total = total + (b.double() @ a.double()) * layer.scaling["default"]
-        if magnitudes is not None:
-            total = total * (magnitudes.double() / total.norm(dim=1))[:, None]
-        parts["weight"] = (total.t() if transposed else total).to(plain.dtype)
+        plain = parts["weight"] if "weight" in parts else current_weight(layer.get_base_layer())
+        parts["weight"] = _with_addition(plain, name, weights, layer)
     return parts
+
+
+def _with_addition(plain: Tensor, name: str, weights: Mapping[str, Tensor], layer: Any) -> Tensor:
+    """Return the weight of one of peft's layers with its addition; see merged()."""
+    a = weights[f"{name}.lora_A.default.weight"]
+    b = weights[f"{name}.lora_B.default.weight"]
+    magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
+    transposed = is_transposed(layer.get_base_layer())
+    # In float64, and rounded to the weight's dtype once.
+    total = plain.t().double() if transposed else plain.double()
+    total = total + (b.double() @ a.double()) * layer.scaling["default"]
+    if magnitudes is not None:
+        total = total * (magnitudes.double() / total.norm(dim=1))[:, None]
+    return (total.t() if transposed else total).to(plain.dtype)

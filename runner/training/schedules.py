@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 from runner.core import ConfigError, targets
 
+Node = Mapping[str, Any]
+"""A node of the config: a target and its keywords; or a group of the config without a target."""
+
 RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
 """Keywords of torch's schedulers that say how long a run is; null means the run's own length."""
 
@@ -110,7 +113,7 @@ class EvaluationSchedule:
         return self.schedule.state_dict()
 
 
-def warmup_steps(node: Mapping[str, Any], steps: int) -> int:
+def warmup_steps(node: Node, steps: int) -> int:
     """Return the steps of a schedule's warm-up; 0 without one.
 
     Args:
@@ -135,7 +138,7 @@ def warmup_steps(node: Mapping[str, Any], steps: int) -> int:
 
 
 def build_scheduler(
-    node: Mapping[str, Any], optimizer: Optimizer, steps: int, direction: str | None = None
+    node: Node, optimizer: Optimizer, steps: int, direction: str | None = None
 ) -> Any:
     """Build a schedule that counts applied optimizer steps; None for a constant rate.
 
@@ -172,9 +175,7 @@ def build_scheduler(
     return WarmUp(optimizer, warmup, schedule) if warmup else schedule
 
 
-def _build(
-    key: str, node: Mapping[str, Any], optimizer: Optimizer, steps: int, rates: Sequence[float]
-) -> Any:
+def _build(key: str, node: Node, optimizer: Optimizer, steps: int, rates: Sequence[float]) -> Any:
     """Build a schedule of torch's, or of one's own, with those nested in it.
 
     Args:
@@ -213,7 +214,7 @@ def _build(
     return targets.build_group(key, filled, optimizer)
 
 
-def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
+def required_step_arguments(node: Node) -> list[str]:
     """Return what step() of a schedule's target needs, besides the schedule itself."""
     step = getattr(targets.locate(node["_target_"]), "step", None)
     parameters = signature(step).parameters if step else {}
@@ -222,7 +223,7 @@ def required_step_arguments(node: Mapping[str, Any]) -> list[str]:
     return [p.name for p in required if p.name != "self" and p.kind in positional]
 
 
-def check_scheduler(node: Mapping[str, Any]) -> None:
+def check_scheduler(node: Node) -> None:
     """Raise ConfigError for a schedule whose step() needs what a run does not have.
 
     Schedules of schedules are checked at any depth, and that each is one.
@@ -239,7 +240,7 @@ def check_scheduler(node: Mapping[str, Any]) -> None:
             )
 
 
-def _every_node(key: str, node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _every_node(key: str, node: Node) -> Iterator[Node]:
     """Yield a schedule's node and those nested in it, at any depth.
 
     Raises:
@@ -293,7 +294,7 @@ def schedule_after_warmup(schedule: Any) -> Any:
     return schedule.schedule if isinstance(schedule, WarmUp) else schedule
 
 
-def follows_run_length(node: Mapping[str, Any]) -> bool:
+def follows_run_length(node: Node) -> bool:
     """Return whether a schedule, or one nested in it, lasts as long as the run."""
     every = [*_every_node("scheduler", node)]
     return any(key in part and part[key] is None for part in every for key in RUN_LENGTH_KEYWORDS)
@@ -312,9 +313,7 @@ def taken_steps(saved: Mapping[str, Any], is_same: bool, applied: int) -> int:
     return saved.get("last_epoch", applied) if is_same else applied
 
 
-def is_same_schedule(
-    theirs: Mapping[str, Any], ours: Mapping[str, Any], saved: Mapping[str, Any], schedule: Any
-) -> bool:
+def is_same_schedule(theirs: Node, ours: Node, saved: Mapping[str, Any], schedule: Any) -> bool:
     """Return whether a checkpoint's schedule can continue as this run's, of the same length.
 
     It can with the same settings and the same warm-up. A schedule of evaluations also takes over

@@ -39,18 +39,19 @@ from runner.precision.wide_step import (
 )
 from runner.training.own_state import own_hooks
 from runner.training.parameter_groups import (
+    NamedParameters,
     divide_parameters,
     entry_options,
     group_problems,
     matched_names,
 )
-from runner.training.schedules import build_scheduler, check_scheduler
+from runner.training.schedules import Node, build_scheduler, check_scheduler
 from runner.training.weight_average import OptimizerModes, WeightAverage, has_modes
 
 
 def parameters_by_optimizer(
-    node: Mapping[str, Any], model: nn.Module, named: dict[str, nn.Parameter]
-) -> list[tuple[str, Mapping[str, Any], list[nn.Parameter]]]:
+    node: Node, model: nn.Module, named: dict[str, nn.Parameter]
+) -> list[tuple[str, Node, list[nn.Parameter]]]:
     """Return each optimizer's key, node and parameters; a parameter goes to the first match.
 
     Args:
@@ -89,7 +90,7 @@ def parameters_by_optimizer(
     return shares
 
 
-def optimizer_nodes(node: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def optimizer_nodes(node: Node) -> list[tuple[str, Node]]:
     """Return the key and the node of each optimizer in the order in which they are built.
 
     Args:
@@ -111,7 +112,7 @@ def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def build_optimizer(
     key: str,
-    node: Mapping[str, Any],
+    node: Node,
     params: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
     embeddings: Collection[nn.Parameter] = (),
 ) -> Optimizer:
@@ -148,15 +149,13 @@ def build_optimizer(
             return _in_training_mode(targets.instantiate({**node, "fused": True}, copies, key=key))
     if not getattr(target, "wide_embeddings", False):
         return _in_training_mode(targets.build_group(key, node, params))
-    wide = {id(p) for p in embeddings}
+    wide = {*embeddings}
     divided = []
     for group in groups:
-        low_bit_params = [p for p in group["params"] if id(p) not in wide]
-        wide_params = [p for p in group["params"] if id(p) in wide]
-        if low_bit_params:
-            divided.append({**group, "params": low_bit_params})
-        if wide_params:
-            divided.append({**group, "params": wide_params, "optim_bits": 32})
+        for is_wide, options in ((False, {}), (True, {"optim_bits": 32})):
+            part = [p for p in group["params"] if (p in wide) is is_wide]
+            if part:
+                divided.append({**group, "params": part, **options})
     return targets.build_group(key, node, divided)
 
 
@@ -251,7 +250,7 @@ def build_scheduled_optimizers(
     return scheduled
 
 
-def closure_calls(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> tuple[bool, bool]:
+def closure_calls(key: str, node: Node, optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether an optimizer's step needs a function that evaluates the loss, as those of
     LBFGS and SAM do, and whether it begins with gradients that are there already, as SAM's does.
 
@@ -292,7 +291,7 @@ def closure_calls(key: str, node: Mapping[str, Any], optimizer: Optimizer) -> tu
     return takes_closure, after is not None and (alone is None or not torch.equal(alone, after))
 
 
-def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
+def state_dtype(key: str, node: Node) -> torch.dtype | None:
     """Return the dtype in which an optimizer is asked to keep its state; None for its own.
 
     Raises:
@@ -309,7 +308,7 @@ def state_dtype(key: str, node: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def describe_state_dtypes(
-    node: Mapping[str, Any], optimizers: Sequence[train_state.ScheduledOptimizer]
+    node: Node, optimizers: Sequence[train_state.ScheduledOptimizer]
 ) -> Iterator[str]:
     """Yield a line for each optimizer.state_dtype, and a warning of averages that it freezes.
 
@@ -334,9 +333,7 @@ def describe_state_dtypes(
             )
 
 
-def attach_rules(
-    key: str, node: Mapping[str, Any], optimizer: Optimizer, update: str, seed: int = 0
-) -> None:
+def attach_rules(key: str, node: Node, optimizer: Optimizer, update: str, seed: int = 0) -> None:
     """Have an optimizer step by precision.update and keep its state in optimizer.state_dtype.
 
     Args:
@@ -357,10 +354,10 @@ def attach_rules(
 
 def _build_checked(
     key: str,
-    node: Mapping[str, Any],
+    node: Node,
     groups: list[dict[str, Any]],
     embeddings: Collection[nn.Parameter],
-    sparse: Mapping[str, nn.Parameter],
+    sparse: NamedParameters,
 ) -> Optimizer:
     """Return one optimizer; raise ConfigError where it refuses its parameters' sparse gradients."""
     ids = {id(p) for group in groups for p in group["params"]}
@@ -379,7 +376,7 @@ def _build_checked(
     return build_optimizer(key, chosen, params, embeddings)
 
 
-def _check_sparse(key: str, node: Mapping[str, Any], tables: Mapping[str, nn.Parameter]) -> None:
+def _check_sparse(key: str, node: Node, tables: NamedParameters) -> None:
     """Raise ConfigError where an optimizer refuses sparse gradients.
 
     Args:

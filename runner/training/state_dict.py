@@ -6,7 +6,7 @@ of processes: what cannot be restored as it was becomes a sentence for the termi
 
 import inspect
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,11 +79,7 @@ def starting_point(saved: LoadedCheckpoint | None) -> batch_layout.StartingPoint
 
 
 def restore(
-    state: TrainState,
-    saved: LoadedCheckpoint,
-    spec: RunSpec,
-    callbacks: Sequence[RunCallback],
-    typed_keys: Collection[str] = (),
+    state: TrainState, saved: LoadedCheckpoint, spec: RunSpec, callbacks: Sequence[RunCallback]
 ) -> list[str]:
     """Restore everything but the weights.
 
@@ -92,7 +88,6 @@ def restore(
         saved: the checkpoint.
         spec: of the run.
         callbacks: of the run.
-        typed_keys: keys of this command's overrides.
 
     Returns:
         A sentence for the terminal about each part that could not be restored as it was.
@@ -128,7 +123,7 @@ def restore(
             notes.append("the average of the weights begins here: the checkpoint holds none")
         else:
             ours.load_state_dict(average)
-        notes += _restore_scale(state, content, spec, typed_keys)
+        notes += _restore_scale(state, content, spec)
     except MISFIT_ERRORS as error:
         raise _foreign_checkpoint(saved, error) from error
     return notes
@@ -180,9 +175,7 @@ def _restore_callbacks(
         callback.load_state_dict(saved)
 
 
-def _restore_scale(
-    state: TrainState, content: Mapping[str, Any], spec: RunSpec, typed_keys: Collection[str]
-) -> list[str]:
+def _restore_scale(state: TrainState, content: Mapping[str, Any], spec: RunSpec) -> list[str]:
     """Restore the loss scale; return a sentence if it does not continue as it was."""
     saved = content["loss_scale"]
     fresh = state.scale.state_dict()
@@ -205,12 +198,6 @@ def _restore_scale(
     now = state.scale.state_dict()["scale"]
     if now != before:
         return [f"the loss scale is fixed at {now:g}; it was {before:g}"]
-    # An init_scale typed again with the first run's value leaves the config unchanged: the scale
-    # continues, and a user who expected it to begin again reads why.
-    key = "precision.loss_scale.init_scale"
-    typed = ours.get("init_scale")
-    if key in typed_keys and typed != before:
-        return [f"the loss scale continues at {before:g}: {key}={typed} is where the run began"]
     return []
 
 
@@ -287,11 +274,12 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
     content = saved.content
     notes = []
     theirs = content["spec"]
-    old_dtypes = {}  # in the checkpoint, by the parameter's id
-    for name, parameter in state.plain_model.named_parameters():
-        weight = content["model"].get(name)
-        if isinstance(weight, Tensor):
-            old_dtypes[id(parameter)] = weight.dtype
+    # In the checkpoint; of a sharded weight it says nothing.
+    old_dtypes = {
+        id(parameter): content["model"][name].dtype
+        for name, parameter in state.plain_model.named_parameters()
+        if isinstance(content["model"].get(name), Tensor)
+    }
     applied_steps = content["step"] - content["skipped_steps"]
     parts = checkpoint_file.shards_folder(saved.path)
     try:

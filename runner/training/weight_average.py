@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from runner.core import checkpoint_file, gradients, tensor_facts, train_state
+from runner.core import checkpoint_file, fmt, gradients, tensor_facts, train_state
 
 AVERAGE_KEY = "average"
 """Key of a checkpoint that holds what EvaluatedWeights.state_dict returns."""
@@ -64,17 +64,14 @@ class WeightAverage(train_state.EvaluatedWeights, train_state.StepHook):
                 self._weights[0] += [buffer for buffer in buffers if buffer is not None]
         self._averages: list[list[Tensor]] = []
         for part in self._weights:
-            averages = []
-            for weight in part:
-                # Below float32 most updates of an average are rounded away.
-                dtype = torch.promote_types(weight.dtype, torch.float32)
-                averages.append(weight.detach().clone().to(dtype))
-            self._averages.append(averages)
+            # Below float32 most updates of an average are rounded away.
+            dtypes = [torch.promote_types(weight.dtype, torch.float32) for weight in part]
+            pairs = zip(part, dtypes, strict=True)
+            self._averages.append([weight.detach().clone().to(dtype) for weight, dtype in pairs])
         # In the state dict, by the tensor's id; weights that layers share have several names.
-        self._names: dict[int, list[str]] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            self._names.setdefault(id(tensor), []).append(name)
-        self._views: list[_Views] | None = None
+        named = model.state_dict(keep_vars=True)
+        self._names = fmt.grouped((id(tensor), name) for name, tensor in named.items())
+        self._views = None
 
     @torch.no_grad()
     def end(self, found_infs: Sequence[Tensor | None]) -> None:
@@ -110,14 +107,9 @@ class WeightAverage(train_state.EvaluatedWeights, train_state.StepHook):
     def swapped_in(self) -> Iterator[None]:
         """Return a context in which the model has the averaged weights, in its own dtypes."""
         weights = _local([*chain(*self._weights)])
-        with torch.no_grad():
-            copies = [weight.clone() for weight in weights]
+        with _restored(weights):
             torch._foreach_copy_(weights, _local(self.tensors()))
-        try:
             yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, copies)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the average."""
@@ -172,18 +164,15 @@ class OptimizerModes(train_state.EvaluatedWeights):
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        weights = [p.detach() for p in gradients.parameters_of(*self._moded)]
-        copies = [weight.clone() for weight in weights]
-        for optimizer in self._moded:
-            optimizer.eval()
-        try:
-            yield
-        finally:
+        # What train() computes back is rounded, and an evaluation must not change the training.
+        with _restored(_local(gradients.parameters_of(*self._moded))):
             for optimizer in self._moded:
-                optimizer.train()
-            # What train() computes back is rounded, and an evaluation must not change the training.
-            for weight, copy in zip(weights, copies, strict=True):
-                weight.copy_(copy)
+                optimizer.eval()
+            try:
+                yield
+            finally:
+                for optimizer in self._moded:
+                    optimizer.train()
 
     def state_dict(self) -> dict[str, Any]:
         with self.swapped_in():
@@ -211,6 +200,17 @@ def with_averaged_weights(content: Mapping[str, Any]) -> dict[str, Any]:
     if not weights.keys() <= content["model"].keys():
         raise ValueError("its average is of other weights")
     return {**content, "model": {**content["model"], **weights}}
+
+
+@contextmanager
+def _restored(weights: list[Tensor]) -> Iterator[None]:
+    """Return a context at whose end detached tensors have the values of its beginning."""
+    copies = [weight.clone() for weight in weights]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(weights, copies)
 
 
 def _local(tensors: Sequence[Tensor]) -> list[Tensor]:

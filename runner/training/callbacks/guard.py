@@ -36,12 +36,10 @@ class Finding(NamedTuple):
     Attributes:
         key: the setting that decides about it, `guard.<key>`.
         description: a sentence without a full stop that names the step and the value.
-        step: of the record.
     """
 
     key: str
     description: str
-    step: int = 0
 
 
 @dataclass(eq=False)
@@ -59,6 +57,7 @@ class Guard(RunCallback):
 
     Attributes:
         finding: the finding that stops the run; None while there is none.
+        stopped_step: the step whose numbers stop the run; None while there is none.
         stop_reason: the text for the user about that finding.
     """
 
@@ -72,16 +71,12 @@ class Guard(RunCallback):
     explain: Callable[[step_records.StepRecord], str | None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.finding: Finding | None = None
+        self.finding = None
+        self.stopped_step = None
         self._warned_keys: set[str] = set()
         self._overflows_in_a_row = 0
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW_STEPS)
         self._first_loss = 0.0
-
-    @property
-    def stopped_step(self) -> int | None:
-        """Return the step whose numbers stop the run; None while there is none."""
-        return self.finding.step if self.finding else None
 
     @property
     def weights_are_good(self) -> bool:
@@ -103,11 +98,17 @@ class Guard(RunCallback):
         scale = record.loss_scale
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if record.overflow else 0
         if self._overflows_in_a_row >= self.spec.guard.overflow_steps:
-            description = f"{self._overflows_in_a_row} steps in a row overflowed, up to step {step}"
-            yield Finding("overflow", f"{description} (loss scale {scale:g}): none was applied")
+            yield Finding(
+                "overflow",
+                f"{self._overflows_in_a_row} steps in a row overflowed, up to step {step} "
+                f"(loss scale {scale:g}): none was applied",
+            )
         if scale is not None and scale < MIN_LOSS_SCALE:
-            description = f"the loss scale fell to {scale:g} at step {step}"
-            yield Finding("scale_floor", f"{description}: gradients overflow at every scale")
+            yield Finding(
+                "scale_floor",
+                f"the loss scale fell to {scale:g} at step {step}: gradients overflow at every "
+                "scale",
+            )
         # A loss scale overflows by design: the step was skipped, and its values mean nothing.
         if record.overflow:
             return
@@ -115,13 +116,18 @@ class Guard(RunCallback):
             yield Finding("non_finite", f"the loss is {loss} at step {step}")
         # With a loss scale, a gradient that is not finite is an overflow, judged above.
         elif scale is None and not math.isfinite(record.grad_norm):
-            description = f"the gradient norm is {record.grad_norm} at step {step}"
-            yield Finding("non_finite", f"{description} (loss {loss:.4g})")
+            yield Finding(
+                "non_finite",
+                f"the gradient norm is {record.grad_norm} at step {step} (loss {loss:.4g})",
+            )
         else:
             if self._is_spike(loss):
-                description = f"the loss leapt to {loss:.4g} at step {step}"
                 ratio = loss / median(self._losses)
-                yield Finding("spike", f"{description}, {ratio:.0f} times its running median")
+                yield Finding(
+                    "spike",
+                    f"the loss leapt to {loss:.4g} at step {step}, {ratio:.0f} times its running "
+                    "median",
+                )
             self._first_loss = self._first_loss or loss
             # A larger fall in one step ends a bad start: half of the way back to it means nothing.
             if len(self._losses) == 1 and self._losses[0] > 100 * abs(loss):
@@ -156,7 +162,8 @@ class Guard(RunCallback):
         samples = self.save_samples(record, finding.description)
         message = f"{finding.description}.\n{advice}.\n{samples}"
         if action == "stop":
-            self.finding = finding._replace(step=record.step)
+            self.finding = finding
+            self.stopped_step = record.step
             self.stop_reason = f"guard.{key}: {message}"
         else:
             self._warn_once(key, message)

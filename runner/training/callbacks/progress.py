@@ -28,7 +28,7 @@ class ProgressLines(RunCallback):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._last: step_records.StepRecord | None = None
+        self._last = None
         self._header = ""
 
     def begin_step(self, step: int) -> None:

@@ -25,6 +25,7 @@ from runner.core import (
 )
 
 
+@dataclass(eq=False)
 class MetricLogger(RunCallback):
     """Logs every step's values at its own step number; rates and memory once per block.
 
@@ -37,13 +38,12 @@ class MetricLogger(RunCallback):
     key = "metric_logger"
     is_in_every_run = True
 
-    def __init__(
-        self, tracker: Tracker, state: TrainState, accelerator: accelerators.Accelerator
-    ) -> None:
-        self.tracker = tracker
-        self.state = state
-        self.accelerator = accelerator
-        self._last: step_records.StepRecord | None = None
+    tracker: Tracker
+    state: TrainState
+    accelerator: accelerators.Accelerator
+
+    def __post_init__(self) -> None:
+        self._last = None
         self._has_logged_optimizer_memory = False
 
     def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
@@ -65,10 +65,10 @@ class MetricLogger(RunCallback):
         if scale is None:
             return
         if last is None:
-            yield record.step, record.time_ms, {"loss_scale/changes": scale}
+            yield _scale_point(record)
         elif last.loss_scale is not None and last.loss_scale != scale:
-            yield last.step, last.time_ms, {"loss_scale/changes": last.loss_scale}
-            yield record.step, record.time_ms, {"loss_scale/changes": scale}
+            yield _scale_point(last)
+            yield _scale_point(record)
 
     def _block_values(self, records: Sequence[step_records.StepRecord]) -> journals.MetricRecord:
         # A single step's time says little: the host launches a step, it does not wait for it.
@@ -112,26 +112,30 @@ class MetricLogger(RunCallback):
     def close(self) -> None:
         """Log the last loss scale, which ends the line of its changes."""
         if self._last is not None and self._last.loss_scale is not None:
-            values = {"loss_scale/changes": self._last.loss_scale}
-            self.tracker.log_metrics([(self._last.step, self._last.time_ms, values)])
+            self.tracker.log_metrics([_scale_point(self._last)])
+
+
+def _scale_point(record: step_records.StepRecord) -> journals.MetricRecord:
+    assert record.loss_scale is not None
+    return record.step, record.time_ms, {"loss_scale/changes": record.loss_scale}
 
 
 MIN_TIMED_MS = 250.0
 """Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
 
-_STATE = {
-    "metrics": "metrics",
-    "evaluated": "last_evaluation_step",
-    "best": "best",
-    "stagnant": "stagnant_share",
-    "scales": "scales",
-    "overflows": "overflows",
-    "examples": "_examples",
-    "steps": "_steps",
-    "blocks": "_blocks",
-    "milliseconds": "_milliseconds",
-}
-"""By the key in a checkpoint, the attribute of a RunSummary that it restores."""
+_STATE = (
+    "metrics",
+    "evaluated",
+    "best",
+    "stagnant",
+    "scales",
+    "overflows",
+    "examples",
+    "steps",
+    "blocks",
+    "milliseconds",
+)
+"""Attributes of a RunSummary that a checkpoint holds."""
 
 
 class RunSummary(RunCallback):
@@ -144,11 +148,15 @@ class RunSummary(RunCallback):
     Attributes:
         last: the last step record that arrived.
         metrics: of the last evaluation, by name.
-        last_evaluation_step: the step of the last evaluation; 0 before the first.
+        evaluated: the step of the last evaluation; 0 before the first.
         best: best value of the quality so far; None before the first evaluation with a number.
-        stagnant_share: of the last evaluation, see EvalRecord.
+        stagnant: share, of the last evaluation, see EvalRecord.
         scales: (step, loss scale) wherever the loss scale changed.
         overflows: the steps that were skipped.
+        blocks: of records that arrived.
+        steps: that count towards the rate.
+        examples: of these steps.
+        milliseconds: of these steps.
     """
 
     key = "summary"
@@ -157,39 +165,38 @@ class RunSummary(RunCallback):
     def __init__(self, quality: str, direction: str) -> None:
         self.quality = quality
         self.better = max if direction == "max" else min
-        self.last: step_records.StepRecord | None = None
+        self.last = None
         self.metrics: dict[str, float] = {}
-        self.last_evaluation_step = 0
-        self.best: float | None = None
-        self.stagnant_share: float | None = None
+        self.evaluated = 0
+        self.best = None
+        self.stagnant = None
         self.scales: list[tuple[int, float]] = []
         self.overflows: list[int] = []
-        # Steps, examples and milliseconds count towards the rate only; blocks count always.
-        self._examples = 0
-        self._steps = 0
-        self._blocks = 0
-        self._milliseconds = 0.0
+        self.examples = 0
+        self.steps = 0
+        self.blocks = 0
+        self.milliseconds = 0.0
         self._is_first_block_after_resume = False
 
     def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         self.last = records[-1]
-        self._blocks += 1
-        if self._blocks == 2:
+        self.blocks += 1
+        if self.blocks == 2:
             # The first block counted only in case it stays the only one: kernels warm up in it.
-            self._examples = 0
-            self._steps = 0
-            self._milliseconds = 0.0
+            self.examples = 0
+            self.steps = 0
+            self.milliseconds = 0.0
         timed = records
         # A resumed process warms up again. Its first block counts only if nothing else was timed.
-        if self._is_first_block_after_resume and self._steps:
+        if self._is_first_block_after_resume and self.steps:
             timed = ()
         # Within the first block of the run only the first step is omitted, the slowest of all.
-        elif self._blocks == 1 and len(records) > 1:
+        elif self.blocks == 1 and len(records) > 1:
             timed = records[1:]
         self._is_first_block_after_resume = False
-        self._steps += len(timed)
-        self._examples += sum(record.examples for record in timed)
-        self._milliseconds += sum(record.step_ms for record in timed)
+        self.steps += len(timed)
+        self.examples += sum(record.examples for record in timed)
+        self.milliseconds += sum(record.step_ms for record in timed)
         for record in records:
             if record.overflow:
                 self.overflows.append(record.step)
@@ -199,8 +206,8 @@ class RunSummary(RunCallback):
 
     def on_evaluation(self, record: step_records.EvalRecord, run: RunHandle) -> None:
         self.metrics = dict(record.metrics)
-        self.last_evaluation_step = record.step
-        self.stagnant_share = record.stagnant_share
+        self.evaluated = record.step
+        self.stagnant = record.stagnant_share
         # One of several validation sets of another trainer may have none.
         value = record.metrics.get(self.quality, math.nan)
         # max() and min() would return NaN or not, depending on the order of their arguments.
@@ -208,7 +215,7 @@ class RunSummary(RunCallback):
             self.best = value if self.best is None else self.better(self.best, value)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {key: getattr(self, attribute) for key, attribute in _STATE.items()}
+        state = {name: getattr(self, name) for name in _STATE}
         return {"last": self.last and self.last.to_state(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,8 +223,8 @@ class RunSummary(RunCallback):
         if not state:
             return
         self.last = None if state["last"] is None else step_records.StepRecord(**state["last"])
-        for key, attribute in _STATE.items():
-            setattr(self, attribute, state[key])
+        for name in _STATE:
+            setattr(self, name, state[name])
 
     def result_values(self) -> dict[str, Any]:
         """Return the numbers of the run's result.
@@ -226,20 +233,20 @@ class RunSummary(RunCallback):
         first step; it is None if less than MIN_TIMED_MS was timed.
         """
         last = self.last
-        milliseconds = self._milliseconds
+        milliseconds = self.milliseconds
         rate = None
         if milliseconds >= MIN_TIMED_MS:
-            rate = self._examples / milliseconds * 1e3
+            rate = self.examples / milliseconds * 1e3
         return {
             "metrics": self.metrics,
             "best": self.best,
             "steps": last.step if last else 0,
             "train_loss": last.loss if last else None,
             "examples_per_second": rate,
-            "step_ms": milliseconds / self._steps if last else None,
+            "step_ms": milliseconds / self.steps if last else None,
             "skipped_steps": last.skipped_steps if last else None,
             "loss_scale": last.loss_scale if last else None,
-            "stagnant_share": self.stagnant_share,
+            "stagnant_share": self.stagnant,
         }
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
@@ -110,6 +111,7 @@ def build_user_callbacks(nodes: Mapping[str, Any]) -> dict[str, RunCallback]:
     return built
 
 
+@dataclass(eq=False)
 class UserCode:
     """Calls functions of the user's, whose failures end the run in all processes together.
 
@@ -122,10 +124,9 @@ class UserCode:
         problem: the first failure, a sentence; empty where there was none.
     """
 
-    def __init__(self, device: torch.device, save_traceback: Callable[[], str]) -> None:
-        self.device = device
-        self.save_traceback = save_traceback
-        self.problem = ""
+    device: torch.device
+    save_traceback: Callable[[], str]
+    problem: str = ""
 
     def call(self, title: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return what a function returns; None where it fails, which is noted in `problem`.
@@ -164,6 +165,7 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({where})."
 
 
+@dataclass(eq=False)
 class UserCallbacks(RunCallback):
     """Calls the hooks of the user's callbacks in the main process; the others take its answer.
 
@@ -178,14 +180,13 @@ class UserCallbacks(RunCallback):
 
     key = "own_callbacks"
 
-    def __init__(
-        self, callbacks: Mapping[str, RunCallback], state: TrainState, output: RunOutput
-    ) -> None:
-        self.callbacks = callbacks
-        self.state = state
-        self.output = output
-        self._code = UserCode(state.device, output.save_traceback)
-        self._handles = {name: RunHandle(name, state, output) for name in callbacks}
+    callbacks: Mapping[str, RunCallback]
+    state: TrainState
+    output: RunOutput
+
+    def __post_init__(self) -> None:
+        self._code = UserCode(self.state.device, self.output.save_traceback)
+        self._handles = {n: RunHandle(n, self.state, self.output) for n in self.callbacks}
         self._agreed_reason = ""
 
     def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:

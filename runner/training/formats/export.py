@@ -32,6 +32,7 @@ from runner.core import (
     ConversionPlan,
     Precision,
     batch_layout,
+    errors,
     files,
     layout,
     tensor_facts,
@@ -74,10 +75,8 @@ def error_line(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return files.os_error_reason(error)
-    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
-    if not lines:
-        return type(error).__name__
-    return f"{type(error).__name__}: {lines[0][:_MESSAGE_CHARACTERS]}"
+    text = errors.first_line(error)[:_MESSAGE_CHARACTERS]
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def export(

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from runner.core import Strategy, checkpoint_file, errors, files
 
+Content = Mapping[str, Any]
+"""What training.state_dict.checkpoint_state_dict returns."""
 TensorKey = tuple[str | int, ...]
 """Place of a tensor in the content: the keys and indices that lead to it."""
 CopyPair = tuple[Tensor, Tensor]
@@ -38,6 +40,7 @@ def _delete_drafts(folder: Path) -> None:
             draft.unlink(missing_ok=True)
 
 
+@dataclass(eq=False)
 class AsyncCheckpointWriter:
     """Writer of one checkpoint at a time in a thread; the next one waits for it.
 
@@ -47,22 +50,20 @@ class AsyncCheckpointWriter:
         say: prints a line; called where a checkpoint could not be written and training continues.
     """
 
-    def __init__(self, folder: Path, keep: int, say: Callable[[str], None]) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.say = say
-        self._thread: Thread | None = None
-        self._error: Exception | None = None
+    folder: Path
+    keep: int
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._thread = None
+        self._error = None
         # Reused by all checkpoints: pinned memory is slow to allocate.
         self._host_buffers: dict[TensorKey, Tensor] = {}
-        self._copy_complete: Event | None = None
-        _delete_drafts(folder)
+        self._copy_complete = None
+        _delete_drafts(self.folder)
 
     def save(
-        self,
-        content: Mapping[str, Any],
-        best: bool = False,
-        changed_by_update: Iterable[Tensor] = (),
+        self, content: Content, best: bool = False, changed_by_update: Iterable[Tensor] = ()
     ) -> None:
         """Save a checkpoint in the background; return once the tensors may change.
 
@@ -115,7 +116,7 @@ class AsyncCheckpointWriter:
             self._copy_complete.wait()
             self._copy_complete = None
 
-    def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
+    def finish(self, content: Content | None = None) -> Path | None:
         """Wait for the current write, write a last checkpoint and return its path.
 
         Args:
@@ -129,7 +130,7 @@ class AsyncCheckpointWriter:
             return None
         self._write(content)
         if self._error is not None:
-            raise errors.CheckpointError(self._failure_message(self._error))
+            raise errors.CheckpointError(self._failure_message())
         return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
     def _wait_for_thread(self) -> None:
@@ -138,22 +139,23 @@ class AsyncCheckpointWriter:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            self.say(f"warning: {self._failure_message(self._error)} Training continues.")
+            self.say(f"warning: {self._failure_message()} Training continues.")
             self._error = None
 
-    def _failure_message(self, error: Exception) -> str:
+    def _failure_message(self) -> str:
+        assert self._error is not None
         complete = checkpoint_file.checkpoints_in(self.folder)
         last = f"the last whole one is {complete[-1]}" if complete else "there is no earlier one"
-        return f"A checkpoint could not be written ({files.os_error_reason(error)}): {last}."
+        return f"A checkpoint could not be written ({files.os_error_reason(self._error)}): {last}."
 
-    def _write(self, content: Mapping[str, Any], best: bool = False) -> None:
+    def _write(self, content: Content, best: bool = False) -> None:
         try:
             checkpoint_file.save(self.folder, content, self.keep, best)
         except Exception as error:  # torch reports a full disk as a RuntimeError, too
             self._error = error
 
     def _copy_content(
-        self, content: Mapping[str, Any], deferrable: Collection[int], deferred: list[CopyPair]
+        self, content: Content, deferrable: Collection[int], deferred: list[CopyPair]
     ) -> tuple[Any, Any]:
         """Copy the content to reused host memory.
 
@@ -237,10 +239,7 @@ class ShardedCheckpointWriter:
                 shutil.rmtree(shards)
 
     def save(
-        self,
-        content: Mapping[str, Any],
-        best: bool = False,
-        changed_by_update: Iterable[Tensor] = (),
+        self, content: Content, best: bool = False, changed_by_update: Iterable[Tensor] = ()
     ) -> None:
         """Write a checkpoint and return; training continues where it cannot be written.
 
@@ -258,7 +257,7 @@ class ShardedCheckpointWriter:
     def wait_for_copy(self) -> None:
         """Return at once: nothing reads the tensors after save() has returned."""
 
-    def finish(self, content: Mapping[str, Any] | None = None) -> Path | None:
+    def finish(self, content: Content | None = None) -> Path | None:
         """Write a last checkpoint and return its path.
 
         Args:
@@ -274,7 +273,7 @@ class ShardedCheckpointWriter:
             raise errors.CheckpointError(f"The checkpoint could not be written ({error}).")
         return checkpoint_file.checkpoint_path(self.folder, content["step"])
 
-    def _write(self, content: Mapping[str, Any], best: bool = False) -> str | None:
+    def _write(self, content: Content, best: bool = False) -> str | None:
         """Write a checkpoint in all processes; return the reason if any of them failed.
 
         All processes return the same.

@@ -42,7 +42,7 @@ class DDP(ProcessGroupStrategy):
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self._model: DistributedDataParallel | None = None
+        self._model = None
         self._narrow: set[Tensor] = set()
         self._sums: dict[Tensor, Tensor] = {}
         self._accumulates = False

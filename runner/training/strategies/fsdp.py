@@ -62,7 +62,7 @@ class FSDP(ProcessGroupStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.reduce_dtype = reduce_dtype
         self.cpu_ram_efficient_loading = cpu_ram_efficient_loading
-        self._model: FSDPModule | None = None
+        self._model = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         scalars = [name for name, p in model.named_parameters() if not p.ndim]
@@ -78,12 +78,10 @@ class FSDP(ProcessGroupStrategy):
             # Layers have the method whose packed weight holds its scales.
             if hasattr(module, "separate_scales"):
                 module.separate_scales(device)  # type: ignore[operator]
-        if self.reduce_dtype:
-            reduced = REDUCE_DTYPES[self.reduce_dtype]
-        else:
-            # float32 for gradients that are narrower, else their own dtype.
-            has_narrow = any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters())
-            reduced = torch.float32 if has_narrow else None
+        reduced = REDUCE_DTYPES.get(self.reduce_dtype or "")
+        if any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters()):
+            # For gradients that are narrower; others are added in their own dtype.
+            reduced = reduced or torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
         # fully_shard takes inner modules before those that hold them.
         for unit in [*self._units(model), model]:

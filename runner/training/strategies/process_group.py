@@ -31,9 +31,9 @@ class ProcessGroupStrategy(Strategy):
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be above 0")
         self.timeout = timedelta(seconds=timeout)
-        self._control: dist.ProcessGroup | None = None
+        self._control = None
         # The reduction that all_reduce_max_async has started last: its result, and the work.
-        self._pending_max: tuple[Tensor, dist.Work | None] | None = None
+        self._pending_max = None
 
     @contextmanager
     def session(self) -> Iterator[None]:

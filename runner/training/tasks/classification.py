@@ -10,17 +10,16 @@ from torch.nn import functional as F
 
 from runner.core import ConfigError, batch_layout
 from runner.training.tasks.tensor_task import (
+    ClassTask,
     TensorTask,
     class_metrics,
-    class_totals,
     count_labels,
-    counted_positions,
     stack,
     wide,
 )
 
 
-class Classification(TensorTask):
+class Classification(ClassTask):
     """Cross entropy over logits [B, C] and integer targets [B], of which -100 does not count.
 
     Args:
@@ -32,10 +31,6 @@ class Classification(TensorTask):
     Raises:
         ConfigError: label_smoothing is out of range, or given beside another loss.
     """
-
-    takes = "logits [B, C]"
-    quality = "val/accuracy"
-    direction = "max"
 
     def __init__(
         self,
@@ -56,28 +51,7 @@ class Classification(TensorTask):
                 f"task.label_smoothing={label_smoothing} is not part of task.loss. In its place "
                 f"type task.loss.label_smoothing={label_smoothing}, where that loss takes it."
             )
-        self.label_smoothing = label_smoothing
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross entropy, in nats, or the loss that task.loss names.
-
-        Raises:
-            ValueError: shapes or dtypes are not those of classification.
-        """
-        own = partial(F.cross_entropy, label_smoothing=self.label_smoothing)
-        return self.minimised(self._logits(output, target), target, own)
-
-    def totals(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return [summed cross entropy in nats, correct predictions, labels that count]."""
-        return class_totals(self._logits(output, target), target)
-
-    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [N, C] and classes [N] of the examples whose labels count."""
-        return counted_positions(self.select(output), target)
-
-    def summarise(self, totals: list[float]) -> dict[str, float]:
-        """Return val/loss in nats and val/accuracy in [0, 1]."""
-        return class_metrics(totals)
+        self.own_loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
 
     def describe_output(self, output: Any) -> str:
         """Return a warning where a model returns probabilities, as it seems, for logits."""
@@ -93,15 +67,6 @@ class Classification(TensorTask):
             "classification takes logits. If the model ends in a softmax, leave it out"
         )
         return warning if is_probable else ""
-
-    def _logits(self, output: Any, target: Tensor) -> Tensor:
-        logits = self.select(output)
-        if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
-            raise ValueError(
-                "classification needs logits [B, C] and integer targets [B], got "
-                f"{list(logits.shape)} and {target.dtype} {list(target.shape)}"
-            )
-        return logits
 
 
 class Binary(TensorTask):

@@ -1,65 +1,39 @@
 """Tasks with a class at every position: language modelling and the classification of tokens."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from runner.core import batch_layout
-from runner.training.tasks.tensor_task import (
-    TensorTask,
-    class_metrics,
-    class_totals,
-    count_labels,
-    counted_positions,
-    mean,
-    stack,
-    wide,
-)
+from runner.training.tasks.tensor_task import ClassTask, count_labels, mean, stack, wide
 
 
-class Language(TensorTask):
+class Language(ClassTask):
     """Cross entropy over logits [B, T, V] and tokens int64 [B, T], aligned with each other.
 
     Every position weighs 1, and one whose token is -100 (padding, a prompt) does not count.
     """
 
     takes = "logits [B, T, V]"
+    labels_taken = "tokens [B, T]"
+    dims = 3
+    class_dim = -1
+    quality = "val/loss"
+    direction = "min"
 
-    def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B, T, V] and the tokens [B, T] that they predict.
-
-        Raises:
-            ValueError: the shapes do not match.
-        """
-        logits = self.select(output)
-        if logits.dim() != 3 or target.shape != logits.shape[:2]:
-            name = type(self).__name__.lower()
-            raise ValueError(
-                f"{name} needs logits [B, T, V] and tokens [B, T], got "
-                f"{list(logits.shape)} and {list(target.shape)}"
-            )
-        return logits, target
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean cross entropy per token, in nats, or the loss that task.loss names.
-
-        Raises:
-            ValueError: the shapes do not match.
-        """
+    def flattened(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [B T, V] and tokens [B T]; see aligned."""
         logits, tokens = self.aligned(output, target)
-        return self.minimised(logits.flatten(0, 1), tokens.flatten(), F.cross_entropy)
+        return logits.flatten(0, 1), tokens.flatten()
 
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, tokens that count]."""
-        logits, tokens = self.aligned(output, target)
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+        logits, tokens = self.flattened(output, target)
+        losses = F.cross_entropy(logits, tokens, reduction="none")
         return stack(losses.to(wide(logits)).sum(), count_labels(tokens))
-
-    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [N, V] and tokens [N] of the positions whose labels count."""
-        return counted_positions(*self.aligned(output, target))
 
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats per token and val/perplexity, its exponential."""
@@ -86,7 +60,7 @@ class CausalLM(Language):
         # as large.
         return logits, F.pad(tokens[:, 1:], (0, 1), value=batch_layout.IGNORED_LABEL)
 
-    def loss(self, output: Any, target: Tensor) -> Tensor:
+    def loss(self, output: Any, target: Tensor) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
         """Return the mean cross entropy per token, in nats, or the loss that task.loss names.
 
         Raises:
@@ -120,15 +94,8 @@ class TokenClassification(Language):
     takes = "logits [B, T, C]"
     quality = "val/accuracy"
     direction = "max"
-
-    def totals(self, output: Any, target: Tensor) -> Tensor:
-        """Return [summed cross entropy in nats, correct predictions, labels that count]."""
-        logits, labels = self.aligned(output, target)
-        return class_totals(logits.flatten(0, 1), labels.flatten())
-
-    def summarise(self, totals: list[float]) -> dict[str, float]:
-        """Return val/loss in nats per label and val/accuracy in [0, 1]."""
-        return class_metrics(totals)
+    totals = ClassTask.totals
+    summarise = ClassTask.summarise
 
 
 class MaskedLM(TokenClassification):

@@ -5,19 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from runner.core import ConfigError, batch_layout
-from runner.training.tasks.tensor_task import (
-    TensorTask,
-    class_metrics,
-    class_totals,
-    counted_positions,
-    mean,
-)
+from runner.training.tasks.tensor_task import ClassTask, mean
 
 
-class Segmentation(TensorTask):
+class Segmentation(ClassTask):
     """Cross entropy over logits [B, C, H, W] and classes [B, H, W], of which -100 and ignore_index
     do not count.
 
@@ -34,8 +27,9 @@ class Segmentation(TensorTask):
     """
 
     takes = "logits [B, C, H, W]"
+    labels_taken = "classes [B, H, W]"
+    dims = 4
     quality = "val/iou"
-    direction = "max"
 
     def __init__(
         self,
@@ -63,7 +57,7 @@ class Segmentation(TensorTask):
             ValueError: the shapes do not match.
             ConfigError: aux_weight is given, and the output has no part `aux`.
         """
-        main = self.minimised(self._logits(output, target), target, F.cross_entropy)
+        main = self.minimised(*self.aligned(output, target), self.own_loss)
         if not self.aux_weight:
             return main
         logits = output.get("aux") if isinstance(output, Mapping) else None
@@ -73,7 +67,7 @@ class Segmentation(TensorTask):
                 "task.aux_weight=0, or model.options={aux_loss: true} where torchvision's model "
                 "has one."
             )
-        aux = self.minimised(logits, target, F.cross_entropy)
+        aux = self.minimised(logits, target, self.own_loss)
         return main + self.aux_weight * aux, {"main_loss": main, "aux_loss": aux}
 
     def select(self, output: Any) -> Any:
@@ -97,8 +91,8 @@ class Segmentation(TensorTask):
     def totals(self, output: Any, target: Tensor) -> Tensor:
         """Return [summed cross entropy in nats, correct pixels, pixels that count, then for each
         class the pixels in both prediction and target, and for each those in either]: [3 + 2 C]."""
-        logits = self._logits(output, target)
-        sums = class_totals(logits, target)
+        sums = super().totals(output, target)
+        logits = self.select(output)
         classes = logits.shape[1]
         cells = target.clamp(min=0) * classes + logits.argmax(1)
         counted = (target != batch_layout.IGNORED_LABEL).long()
@@ -111,10 +105,6 @@ class Segmentation(TensorTask):
         either = confusion.sum(0) + confusion.sum(1) - both
         return torch.cat([sums, both.to(sums.dtype), either.to(sums.dtype)])
 
-    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [N, C] and classes [N] of the pixels whose labels count."""
-        return counted_positions(self._logits(output, target).movedim(1, -1), target)
-
     def summarise(self, totals: list[float]) -> dict[str, float]:
         """Return val/loss in nats, val/accuracy, and val/iou: the mean over the classes that occur
         of intersection over union."""
@@ -122,13 +112,4 @@ class Segmentation(TensorTask):
         classes = len(areas) // 2
         pairs = zip(areas[:classes], areas[classes:], strict=True)
         ratios = [both / either for both, either in pairs if either]
-        return {**class_metrics(totals[:3]), "val/iou": mean(sum(ratios), len(ratios))}
-
-    def _logits(self, output: Any, target: Tensor) -> Tensor:
-        logits = self.select(output)
-        if logits.dim() != 4 or target.shape != (logits.shape[0], *logits.shape[2:]):
-            raise ValueError(
-                "segmentation needs logits [B, C, H, W] and classes [B, H, W], got "
-                f"{list(logits.shape)} and {list(target.shape)}"
-            )
-        return logits
+        return {**super().summarise(totals[:3]), "val/iou": mean(sum(ratios), len(ratios))}

@@ -30,7 +30,7 @@ class TrainingLoss:
     def __init__(self, loss: Callable[..., Any]) -> None:
         _check(loss)
         self.loss = loss
-        self._place: tuple[torch.device, torch.dtype] | None = None
+        self._place = None
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss: a scalar.
@@ -265,6 +265,65 @@ class TensorTask(FieldTask):
             f"task.output={self.output_field}: the model returns a {kind}, and that part of it is "
             f"no tensor. Type task.output=<{choices}>."
         )
+
+
+class ClassTask(TensorTask):
+    """Cross entropy over logits and integer labels, of which -100 does not count.
+
+    Attributes:
+        labels_taken: the labels that the loss takes, in words.
+        dims: number of dimensions of the logits.
+        class_dim: dimension of the logits that has the classes; the others are those of the labels.
+        own_loss: of logits and labels: a scalar in nats, the mean over the labels that count.
+    """
+
+    takes = "logits [B, C]"
+    labels_taken: ClassVar[str] = "integer targets [B]"
+    dims: ClassVar[int] = 2
+    class_dim: ClassVar[int] = 1
+    quality = "val/accuracy"
+    direction = "max"
+    own_loss: Callable[..., Tensor] = staticmethod(F.cross_entropy)
+
+    def aligned(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits, and the labels that they predict.
+
+        Raises:
+            ValueError: shapes or dtypes do not match.
+        """
+        logits = self.select(output)
+        is_taken = logits.dim() == self.dims and not target.is_floating_point()
+        if not is_taken or target.shape != logits.select(self.class_dim, 0).shape:
+            raise ValueError(
+                f"{type(self).__name__.lower()} needs {self.takes} and {self.labels_taken}, got "
+                f"{list(logits.shape)} and {target.dtype} {list(target.shape)}"
+            )
+        return logits, target
+
+    def flattened(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and labels as cross entropy takes them; see aligned."""
+        return self.aligned(output, target)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the mean cross entropy, in nats, or the loss that task.loss names.
+
+        Raises:
+            ValueError: shapes or dtypes do not match.
+        """
+        return self.minimised(*self.flattened(output, target), self.own_loss)
+
+    def totals(self, output: Any, target: Tensor) -> Tensor:
+        """Return [summed cross entropy in nats, correct predictions, labels that count]."""
+        return class_totals(*self.flattened(output, target))
+
+    def metric_inputs(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [N, C] and classes [N] of the labels that count."""
+        logits, labels = self.aligned(output, target)
+        return counted_positions(logits.movedim(self.class_dim, -1), labels)
+
+    def summarise(self, totals: list[float]) -> dict[str, float]:
+        """Return val/loss in nats and val/accuracy in [0, 1]."""
+        return class_metrics(totals)
 
 
 def scalar_losses(output: Any) -> dict[str, Tensor]:
