@@ -84,7 +84,7 @@ def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:
     elements = sum(map(tensor_facts.count_elements, model.parameters()))
     update = run.precision.update
     parts = parameters_by_optimizer(run.spec.optimizer, model, named)
-    state = sum(_state_bytes(key, node, params, model, update) for key, node, params in parts)
+    state = sum(_state_bytes(k, node, [*part.values()], model, update) for k, node, part in parts)
     weights = tensor_facts.stored_bytes(model)
     grads = tensor_facts.tensor_bytes(*trainable)
     if run.spec.train.accumulate > 1 and run.spec.train.accumulate_float32:

@@ -41,11 +41,11 @@ CHANGES_BASE = ("pissa", "pissa_niter_16", "olora")
 """Values of adapter.init that take the additions' start out of the base weights."""
 ADAPTER = "default"
 """peft's name of the only adapter of a model."""
+# Power iterations of the randomised decomposition of pissa_niter_16.
+#
+# Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exact one in
+# training.
 _ITERATIONS = 16
-"""Power iterations of the randomised decomposition of pissa_niter_16.
-
-Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exact one in training.
-"""
 
 
 def build_adapter(node: Mapping[str, Any]) -> "Lora | None":

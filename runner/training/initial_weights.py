@@ -4,7 +4,6 @@ Where they do not fit, the error names the prefix or the patterns with which the
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +16,14 @@ from runner.precision.layers.quantized_linear import unpack_state_dict
 
 Weights = Mapping[str, Any]
 """Tensors by their names in a state dict; an extra state may be something else."""
+# End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in.
 _COUNTERS = ".num_batches_tracked"
-"""End of the name of a buffer that weights older than torch 1.0 lack, and that torch fills in."""
 EVERY_NAME = "*"
 """The old prefix that stands for the beginning of every name."""
+# Names of the file whose counterparts in the model are looked for.
 _SAMPLES = 3
-"""Names of the file whose counterparts in the model are looked for."""
+# Names of the model that are tried for each of them.
 _COUNTERPARTS = 8
-"""Names of the model that are tried for each of them."""
 
 
 class InitialWeights(NamedTuple):
@@ -236,7 +235,7 @@ def rename(weights: Weights, prefixes: Mapping[Any, Any], path: Path) -> dict[st
         before = renamed
         if old != EVERY_NAME and not any(_begins(str(old), name) for name in before):
             firsts = dict.fromkeys(name.partition(".")[0] for name in before)
-            known = ", ".join(islice(firsts, 6)) or "none"
+            known = fmt.first_names([*firsts]) or "none"
             raise ConfigError(
                 f"init.rename: no name in {path} begins with {old}. Names begin with: {known}."
             )
@@ -255,11 +254,11 @@ def _begins(prefix: str, name: str) -> bool:
 
 def _new_name(name: str, old: str, new: str) -> str:
     if old == EVERY_NAME:
-        return f"{new}.{name}" if new else name
-    if not _begins(old, name):
+        old = ""
+    elif not _begins(old, name):
         return name
     rest = name[len(old) :].removeprefix(".")
-    return ".".join(part for part in (new, rest) if part)
+    return ".".join(filter(None, (new, rest)))
 
 
 def _candidates(own: Weights, theirs: Weights) -> Iterator[tuple[str, str]]:

@@ -256,6 +256,7 @@ def check_dtypes(optimizer: Optimizer) -> None:
         )
 
 
+# The base here of each class of the libraries that a config may name.
 _CLASSES: dict[str, type[LowBitOptimizer]] = {
     "Adam8bit": Blockwise,
     "AdamW8bit": Blockwise,
@@ -266,7 +267,6 @@ _CLASSES: dict[str, type[LowBitOptimizer]] = {
     "AdamW4bit": WrappedAdamW,
     "AdamWFp8": WrappedAdamW,
 }
-"""The base here of each class of the libraries that a config may name."""
 
 
 @cache

@@ -64,12 +64,12 @@ from runner.training.schedules import Node
 META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
 _EXAMPLES = 2  # in the first forward
+# Keywords by which timm, torchvision and the models of the runner load weights.
 _LOADING_KEYWORD = re.compile("pretrained(_cfg(_overlay)?)?|weights(_backbone)?|(checkpoint_)?path")
-"""Keywords by which timm, torchvision and the models of the runner load weights."""
+# Packages whose models load weights only where one of these keywords asks for it.
 _KNOWN_PACKAGES = ("runner.models.", "timm.", "torchvision.models.")
-"""Packages whose models load weights only where one of these keywords asks for it."""
+# Packages whose files of weights hold tensors and plain containers alone.
 _LIBRARIES = (*_KNOWN_PACKAGES, "peft.", "transformers.")
-"""Packages whose files of weights hold tensors and plain containers alone."""
 
 
 class BuiltModel(NamedTuple):
@@ -270,7 +270,7 @@ def _load_plain_weights(
         return _load(spec, model, saved)
     # The adapter freezes what it is added to, and this run trains the merged weights.
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
-    wide = torch.float64 if precision.storage is torch.float64 else torch.float32
+    wide = torch.promote_types(precision.storage, torch.float32)
     adapter.note_frozen_parts(model)
     adapter.split_experts(model, saved.content.get("experts", {}))
     adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))

@@ -28,8 +28,8 @@ OWN_UPDATES_KEY = "own_updates"
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNCOUNTED = ("running_mean", "running_var")  # torch's kernels of batch norm raise no version
+# Attributes of torch's own, of modules and of optimizers.
 _TORCHS = frozenset({*vars(nn.Module()), "state", "param_groups", "defaults"})
-"""Attributes of torch's own, of modules and of optimizers."""
 
 _LIBRARIES = ("torch.", "torchao.", "bitsandbytes.", "runner.")
 

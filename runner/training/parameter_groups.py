@@ -25,14 +25,14 @@ NamedParameters = Mapping[str, nn.Parameter]
 NORMS_AND_BIASES = "norms_and_biases"
 """Value of optimizer.no_decay_on: biases, parameters of norm layers, and vectors and scalars."""
 
+# Name of the group of the parameters that no entry of optimizer.groups names.
 _REST = "rest"
-"""Name of the group of the parameters that no entry of optimizer.groups names."""
 
+# Keys of an entry of optimizer.groups that are no options of the optimizer.
 _OWN_KEYS = ("match", "name")
-"""Keys of an entry of optimizer.groups that are no options of the optimizer."""
 
+# Options that torch's optimizers take for all of their groups together.
 _WHOLE_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "maximize")
-"""Options that torch's optimizers take for all of their groups together."""
 
 
 def group_settings(node: Node) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def matched_names(key: str, match: Any, named: NamedParameters, model: nn.Module
 
 
 def divide_parameters(
-    key: str, node: Node, model: nn.Module, params: Sequence[nn.Parameter]
+    key: str, node: Node, model: nn.Module, named: NamedParameters
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, as its constructor takes them.
 
@@ -85,20 +85,19 @@ def divide_parameters(
         key: of its node, for messages.
         node: its target and keywords.
         model: the owner of the parameters.
-        params: that it updates.
+        named: that it updates.
 
     Returns:
-        One group with `params` alone where no setting divides them. Otherwise each group has its
-        own options, their names in `own_options`, and a `name` where its learning rate may differ.
+        One group with its `params` alone where no setting divides them. Otherwise each group has
+        its own options, their names in `own_options`, and a `name` where its learning rate may
+        differ.
 
     Raises:
         ConfigError: a pattern matches nothing, or the model has no order of layers.
     """
     settings = group_settings(node)
     if not settings:
-        return [{"params": [*params]}]
-    divided = {*params}
-    named = {name: p for name, p in model.named_parameters() if p in divided}
+        return [{"params": [*named.values()]}]
     entries = settings.get("groups") or []
     owners = _owners(key, entries, model, named)
     no_decay = settings.get("no_decay_on")

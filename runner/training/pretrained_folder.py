@@ -21,6 +21,7 @@ from runner.precision.layers.experts import Stack, expert_matrices, expert_stack
 from runner.training.initial_weights import unpack_weights
 from runner.training.schedules import Node
 
+# Files of a tokenizer or an image processor, which save_pretrained writes beside a model.
 _BESIDE = (
     "tokenizer*.json",
     "*_tokens*.json",
@@ -30,16 +31,15 @@ _BESIDE = (
     "*.model",
     "preprocessor_config.json",
 )
-"""Files of a tokenizer or an image processor, which save_pretrained writes beside a model."""
+# Modules that make subclasses of a model's class in place.
 _CHANGED_HERE = ("runner.precision.", "runner.training.", "torch.")
-"""Modules that make subclasses of a model's class in place."""
 
 
+# What peft puts before the names of the model that it wraps.
 _PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
 _WEIGHT = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.weight$")
+# peft's kinds of tasks by the kinds of model=hf; those for classifiers would also train a head.
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
-"""peft's kinds of tasks by the kinds of model=hf; those for classifiers would also train a head."""
 
 
 def is_pretrained_model(model: nn.Module) -> bool:

@@ -20,8 +20,8 @@ Node = Mapping[str, Any]
 RUN_LENGTH_KEYWORDS = ("T_max", "total_steps", "total_iters")
 """Keywords of torch's schedulers that say how long a run is; null means the run's own length."""
 
+# Keywords of torch's schedulers that replace the learning rates of all groups by one.
 _ABSOLUTE_RATES = ("max_lr", "base_lr")
-"""Keywords of torch's schedulers that replace the learning rates of all groups by one."""
 
 
 class WarmUp:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 from torch.optim import Optimizer
 
 from runner.core import (
@@ -23,7 +22,6 @@ from runner.core import (
     TrainState,
     errors,
     fmt,
-    gradients,
     refuse,
     run_context,
     targets,
@@ -50,8 +48,8 @@ from runner.training.weight_average import OptimizerModes, WeightAverage, has_mo
 
 
 def parameters_by_optimizer(
-    node: Node, model: nn.Module, named: dict[str, nn.Parameter]
-) -> list[tuple[str, Node, list[nn.Parameter]]]:
+    node: Node, model: nn.Module, named: NamedParameters
+) -> list[tuple[str, Node, NamedParameters]]:
     """Return each optimizer's key, node and parameters; a parameter goes to the first match.
 
     Args:
@@ -64,7 +62,7 @@ def parameters_by_optimizer(
             to none of several optimizers.
     """
     if "_target_" in node:
-        return [("optimizer", node, list(named.values()))]
+        return [("optimizer", node, named)]
     stray = [key for key, part in node.items() if not isinstance(part, Mapping)]
     if stray:
         names = ", ".join(key for key in node if key not in stray)
@@ -81,7 +79,7 @@ def parameters_by_optimizer(
                 f"{key}.match={part.get('match')} takes no parameter of the model. "
                 f"Left for it: {fmt.first_names([*free]) or 'none'}."
             )
-        shares.append((key, part, list(share.values())))
+        shares.append((key, part, share))
     # A parameter without an optimizer would stay at its initial value, unnoticed.
     if free:
         raise ConfigError(
@@ -217,8 +215,8 @@ def build_scheduled_optimizers(
     clips = spec.train.clip_norm is not None or spec.train.clip_value is not None
     scales = precision.scale(torch.device("cpu")).value is not None
     scheduled = []
-    for key, node, params in shares:
-        groups = divide_parameters(key, node, model, params)
+    for key, node, share in shares:
+        groups = divide_parameters(key, node, model, share)
         optimizer = _build_checked(key, node, groups, embeddings, sparse)
         takes_closure, reads_gradients = closure_calls(key, node, optimizer)
         if takes_closure and (len(shares) > 1 or clips or scales):
@@ -397,10 +395,7 @@ def _check_sparse(key: str, node: Node, tables: NamedParameters) -> None:
         return
     try:
         for _ in range(2):
-            table.grad = None
-            rows = embedding(torch.zeros(1, dtype=torch.int64), table, sparse=True)
-            rows.sum().backward()
-            gradients.finish_gradients([table])
+            table.grad = torch.ones_like(table).to_sparse(1)  # of rows, as an embedding's is
             optimizer.step()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = errors.first_line(error)

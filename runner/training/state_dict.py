@@ -33,14 +33,14 @@ from runner.training.own_state import OWN_UPDATES_KEY
 from runner.training.setup import optimizer_nodes
 from runner.training.weight_average import AVERAGE_KEY
 
+# Keys of a group that say how an optimizer computes: what fits this run's dtypes and device.
 _KERNEL_KEYS = {"fused", "foreach", "capturable", "differentiable"}
-"""Keys of a group that say how an optimizer computes: what fits this run's dtypes and device."""
+# Applied steps that a new schedule is advanced over; a damaged file may count any number.
 _MAX_REPLAYED_STEPS = 10**7
-"""Applied steps that a new schedule is advanced over; a damaged file may count any number."""
+# State that torch keeps in float32, whatever the dtype of the parameters.
 _FLOAT32_COUNTERS = ("step", "mu_product", "mu", "eta")
-"""State that torch keeps in float32, whatever the dtype of the parameters."""
+# Keys of a group that are learning rates; schedules add all but the first.
 _LEARNING_RATE_KEYS = {"lr", "initial_lr", "max_lr", "min_lr"}
-"""Keys of a group that are learning rates; schedules add all but the first."""
 MISFIT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 """Errors of torch and of the callbacks where a checkpoint's state is not of the expected form."""
 

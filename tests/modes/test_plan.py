@@ -121,8 +121,9 @@ def test_the_planned_optimizer_state_is_that_of_training(compose, name):
     for dtype, update in cases:
         model, held = Sizes(dtype), 0
         split = parameters_by_optimizer(node, model, dict(model.named_parameters()))
-        planned = sum(_state_bytes(*share, model, update) for share in split)
-        for key, part, params in split:
+        shares = [(key, part, [*named.values()]) for key, part, named in split]
+        planned = sum(_state_bytes(*share, model, update) for share in shares)
+        for key, part, params in shares:
             made = build_optimizer(key, part, params, embedding_parameters(model))
             attach_update(made, update)
             held += bytes_after_a_step(made, params)

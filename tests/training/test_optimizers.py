@@ -202,10 +202,8 @@ def test_lbfgs(compose):
 
 
 def split(model, node):
-    named = dict(model.named_parameters())
-    by_id = {id(p): n for n, p in named.items()}
-    rows = parameters_by_optimizer(node, model, named)
-    return {key: [by_id[id(p)] for p in params] for key, _, params in rows}
+    rows = parameters_by_optimizer(node, model, dict(model.named_parameters()))
+    return {key: [*named] for key, _, named in rows}
 
 
 def test_muon_takes_the_hidden_matrices():
@@ -243,9 +241,10 @@ def test_muon_and_the_rest_cover_every_parameter_once(compose, model):
     made = build_model(composed, precision, META).model
     named = {n: p for n, p in made.named_parameters() if p.requires_grad}
     split_up = parameters_by_optimizer(composed.optimizer, made, named)
-    taken = [id(p) for _, _, params in split_up for p in params]
+    taken = [id(p) for _, _, params in split_up for p in params.values()]
     assert sorted(taken) == sorted(id(p) for p in named.values())
-    matrices = next(params for key, _, params in split_up if key == "optimizer.matrices")
+    shares = {key: params.values() for key, _, params in split_up}
+    matrices = shares["optimizer.matrices"]
     assert {p.ndim for p in matrices} == {2}
     linears = [m for m in made.modules() if isinstance(m, nn.Linear)]
     tables = [m for m in made.modules() if isinstance(m, nn.Embedding)]

@@ -50,7 +50,9 @@ def divide(**settings):
     """Names of the parameters of each group, and the groups' other keys."""
     model = Net()
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = divide_parameters("optimizer", {**ADAMW, **settings}, model, [*model.parameters()])
+    groups = divide_parameters(
+        "optimizer", {**ADAMW, **settings}, model, dict(model.named_parameters())
+    )
     rest = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     return [[names[id(p)] for p in group["params"]] for group in groups], rest
 
@@ -142,7 +144,7 @@ def test_packed_experts_can_be_named_among_what_is_frozen():
 def test_what_a_model_of_one_layer_does_not_have_is_refused(key, value, message):
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=message):
-        divide_parameters("optimizer", {**ADAMW, key: value}, model, [*model.parameters()])
+        divide_parameters("optimizer", {**ADAMW, key: value}, model, dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize(

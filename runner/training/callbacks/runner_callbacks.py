@@ -123,6 +123,7 @@ def _scale_point(record: step_records.StepRecord) -> journals.MetricRecord:
 MIN_TIMED_MS = 250.0
 """Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
 
+# Attributes of a RunSummary that a checkpoint holds.
 _STATE = (
     "metrics",
     "evaluated",
@@ -135,7 +136,6 @@ _STATE = (
     "blocks",
     "milliseconds",
 )
-"""Attributes of a RunSummary that a checkpoint holds."""
 
 
 class RunSummary(RunCallback):

@@ -40,10 +40,10 @@ from runner.core import (
 )
 from runner.precision.layers.experts import Experts
 
+# Rows of the batch that is traced and compared: torch.export takes one row for a constant.
 _TRACED_ROWS = 4
-"""Rows of the batch that is traced and compared: torch.export takes one row for a constant."""
+# Least relative error of a device's operations: TF32 has ten bits, and sums another order.
 _DEVICE_EPS = 2**-10
-"""Least relative error of a device's operations: TF32 has ten bits, and sums another order."""
 _MESSAGE_CHARACTERS = 300
 Forward = Callable[[nn.Module, Any], Any]
 """Returns what the task takes of a model's output for the inputs of a batch."""
@@ -111,12 +111,23 @@ def export(
     # torch.compile's wrapper has the model in `_orig_mod`.
     model = getattr(model, "_orig_mod", model)
     path = folder / layout.EXPORTED_MODEL
+
+    def evaluate(device: torch.device, model: nn.Module, inputs: Any) -> Any:
+        """Return a model's output with the casts and contexts of an evaluation."""
+        with precision.forward(device, plan):
+            output = call(model, precision.cast(inputs, plan))
+        # A library's mapping becomes a dict of its tensors with a batch of examples: its class
+        # would have to be there when the program is loaded.
+        if isinstance(output, Mapping) and type(output) is not dict:
+            tensors = {name: part for name, part in output.items() if isinstance(part, Tensor)}
+            output = {name: part for name, part in tensors.items() if part.ndim > 0}
+        return precision.loss_pair(output, None)[0]
+
     # Any error, because a model's forward is the user's code, and an export must not end a run that
     # has trained its weights.
     try:
         check_layers(model, precision)
         example = _first_rows(example, _TRACED_ROWS)
-        evaluate = partial(_evaluate, precision, plan, call)
         write = partial(_write_program, model, precision, example, path, evaluate)
         # Inputs that look like sequences: whole numbers [N, T], T from 2.
         lengths = [
@@ -182,7 +193,7 @@ def _write_program(
         precision: casts the inputs and surrounds the forward.
         example: of _TRACED_ROWS rows.
         path: of the file.
-        evaluate: see _evaluate, from its device on.
+        evaluate: computes a model's output of inputs on a device.
         lengths: names of inputs [N, T] whose T may differ from the example's.
     """
     device = next(iter(_named_tensors(example).values())).device
@@ -207,25 +218,6 @@ def _write_program(
     for inputs, outputs in pairs:
         _compare(loaded, inputs, outputs, tolerance)
     return ExportedModel(path, facts)
-
-
-def _evaluate(
-    precision: Precision,
-    plan: ConversionPlan,
-    call: Forward,
-    device: torch.device,
-    model: nn.Module,
-    inputs: Any,
-) -> Any:
-    """Return a model's output with the casts and contexts that an evaluation puts around it."""
-    with precision.forward(device, plan):
-        output = call(model, precision.cast(inputs, plan))
-    # A library's mapping becomes a dict of its tensors with a batch of examples: its class would
-    # have to be there when the program is loaded.
-    if isinstance(output, Mapping) and type(output) is not dict:
-        tensors = {name: part for name, part in output.items() if isinstance(part, Tensor)}
-        output = {name: part for name, part in tensors.items() if part.ndim > 0}
-    return precision.loss_pair(output, None)[0]
 
 
 class _ProgramForward(nn.Module):

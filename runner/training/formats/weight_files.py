@@ -28,8 +28,8 @@ FOLDER_FILES = (
     "pytorch_model.bin.index.json",
 )
 """Files of a folder that save_pretrained wrote, in the order in which they are looked for."""
+# Keys under which training scripts save a state dict beside other things.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
-"""Keys under which training scripts save a state dict beside other things."""
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _OTHER_FORMATS: Mapping[bytes, str] = {

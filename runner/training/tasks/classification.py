@@ -32,6 +32,10 @@ class Classification(ClassTask):
         ConfigError: label_smoothing is out of range, or given beside another loss.
     """
 
+    takes = "logits [B, C]"
+    labels_taken = "integer targets [B]"
+    dims = 2
+
     def __init__(
         self,
         label_smoothing: float = 0.0,

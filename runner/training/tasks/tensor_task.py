@@ -277,9 +277,8 @@ class ClassTask(TensorTask):
         own_loss: of logits and labels: a scalar in nats, the mean over the labels that count.
     """
 
-    takes = "logits [B, C]"
-    labels_taken: ClassVar[str] = "integer targets [B]"
-    dims: ClassVar[int] = 2
+    labels_taken: ClassVar[str]
+    dims: ClassVar[int]
     class_dim: ClassVar[int] = 1
     quality = "val/accuracy"
     direction = "max"
