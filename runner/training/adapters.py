@@ -265,11 +265,8 @@ class Lora:
         modules = dict(model.named_modules())
         selected = module_tree.select_modules("adapter.train", self.train, modules)
         # Looked up before peft renames the modules that it wraps.
-        trained = {
-            name: modules[name]
-            for name in sorted(selected)
-            if not self._is_left_frozen(name, self.train)
-        }
+        names = [n for n in sorted(selected) if not self._is_left_frozen(n, self.train)]
+        trained = {name: modules[name] for name in names}
         trained_in_full = [p for module in trained.values() for p in module.parameters()]
         packed = [name for name, module in trained.items() if is_packed(module)]
         if packed:

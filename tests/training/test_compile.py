@@ -428,7 +428,7 @@ def test_the_modules_that_are_compiled():
     ("name", "value", "reason"),
     [
         ("core.base.tensor_facts.TORCH_VERSION", TorchVersion("2.12.1"), "torch 2.12.1"),
-        ("training.compile.is_tpu", lambda device: True, "a TPU has its own"),
+        ("core.base.accelerators.is_tpu", lambda device: True, "a TPU has its own"),
     ],
 )
 def test_rounding_that_torch_or_a_tpu_leaves_out_is_refused(monkeypatch, name, value, reason):
