@@ -306,9 +306,8 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
                 f"with checkpoint.resume={where}, or load it by its MLflow id."
             ) from error
         raise ConfigError(
-            f"{where} holds no {layout.RESULT} of a run and no {layout.MANIFEST} of a sweep. "
-            "Give the folder of "
-            "a run (outputs/runs/<time>) or of a sweep (outputs/sweeps/<time>)."
+            f"{where} holds no {layout.RESULT} of a run and no {layout.MANIFEST} of a sweep. Give "
+            "the folder of a run (outputs/runs/<time>) or of a sweep (outputs/sweeps/<time>)."
         ) from error
 
 

@@ -99,11 +99,9 @@ def _prepare(path: Path, uri: str | None, experiment: str | None) -> str | None:
     if uri is None and store and not store.is_users:
         # Whoever wrote the journal would get this user's token.
         return (
-            f"its journal names the store {secrets.redact(old_uri)}, which is neither signed "
-            "with your key "
-            f"({signature.describe_key_location()}) nor the store here. Type "
-            "tracking.uri=<store that you "
-            "trust>"
+            f"its journal names the store {secrets.redact(old_uri)}, which is neither signed with "
+            f"your key ({signature.describe_key_location()}) nor the store here. Type "
+            "tracking.uri=<store that you trust>"
         )
     progress = UploadState(path)
     deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS

@@ -191,9 +191,7 @@ class Recorder:
         if reason:
             self._output.say(f"error: {reason}")
         if self.place.sweep:
-            group = fmt.relative_path(self.place.folder.parent)
-            report = terminal.quote_command(["python", "-m", "runner", "report", group])
-            self._output.say(f"report of the group: {report}")
+            self._output.say(f"report of the group: {report_command(self.place.folder.parent)}")
 
     def _open(self) -> "OpenRun":
         """Open the run in the store, and say what the trainer replaced silently."""
@@ -517,7 +515,11 @@ def _open_group(parent: Path, settings: RecordSettings) -> Tracker:
     manifest.write(parent)
     tags = {"sweep_id": manifest.id, "output_dir": str(parent.absolute())}
     tracker.open(RunInfo(parent, {}, tags, settings.group, sweep=manifest.id, role="sweep"))
-    words = ["python", "-m", "runner", "report", fmt.relative_path(parent)]
-    report = markdown_code(terminal.quote_command(words))
+    report = markdown_code(report_command(parent))
     tracker.note(f"Runs of other trainers, recorded as one group. Their report:\n\n{report}")
     return tracker
+
+
+def report_command(group: Path) -> str:
+    """Return the command that makes the report of a group, by its folder."""
+    return terminal.quote_command(["python", "-m", "runner", "report", fmt.relative_path(group)])

@@ -1,17 +1,9 @@
-"""Find the checkpoint, run folder or sweep folder that a path, an MLflow id or `last` refers to.
-
-Nothing in this module imports torch before a checkpoint is loaded: `runner report` and
-`sweep.resume=` look for folders only.
-"""
+"""Find the checkpoint, run folder or sweep folder that a path, an MLflow id or `last` refers to."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from runner.core import ConfigError, checkpoint_file, layout
+from runner.core import ConfigError, LoadedCheckpoint, checkpoint_file, layout
 from runner.tracking.reader import folder_of_run
-
-if TYPE_CHECKING:
-    from runner.core import LoadedCheckpoint
 
 
 def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
@@ -48,7 +40,7 @@ def find_checkpoint(where: str, tracking_uri: str | None = None, key: str = "che
 
 def load_newest(
     where: str, tracking_uri: str | None, key: str, notes: list[str]
-) -> "LoadedCheckpoint":
+) -> LoadedCheckpoint:
     """Load the newest undamaged checkpoint that a file, a run's folder or an MLflow run id names.
 
     Args:
@@ -60,8 +52,6 @@ def load_newest(
     Raises:
         ConfigError: there is none.
     """
-    from runner.core import LoadedCheckpoint, checkpoint_file
-
     problem = ConfigError("")
     for path in _find_checkpoints(where, tracking_uri, key):
         try:

@@ -330,16 +330,14 @@ class MlflowTracker(Tracker):
         )
         if self._status and self._status.state.refusal:
             return (
-                f"{secrets.redact(self.uri)} does not take the run: {reason}. Its records are "
-                "kept in "
-                f"{path}: {command} uploads them once that is fixed; with tracking.uri=... it "
+                f"{secrets.redact(self.uri)} does not take the run: {reason}. Its records are kept "
+                f"in {path}: {command} uploads them once that is fixed; with tracking.uri=... it "
                 "uploads them to another store. To store nothing type tracking=none."
             )
         return (
             f"The run is not stored completely in {secrets.redact(self.uri)}: {reason}. Its "
-            "records are "
-            f"kept in {path}: {command} uploads what a process in the background does not upload "
-            "in the next five minutes."
+            f"records are kept in {path}: {command} uploads what a process in the background does "
+            "not upload in the next five minutes."
         )
 
 

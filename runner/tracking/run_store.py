@@ -71,10 +71,8 @@ def with_run_store(
     stores = journal_stores(folder) if target == MLFLOW_TARGET else []
     if not stores:
         return replace(spec, tracking=tracking)
-    last = _last_store(stores)
     typed_uri = tracking.get("uri") if "tracking.uri" in typed else None
-    uri = _chosen_uri(typed_uri, last)
-    _check_store(uri, last, waits, say)
+    last, uri = _store_to_continue(stores, typed_uri, "run", waits, say)
     _check_earlier_journals(stores, uri)
     name = f"run {last.run_id}" if last.run_id else f"the run in {folder}"
     say(f"continues {name} in {secrets.redact(uri)}")
@@ -97,15 +95,34 @@ def resumed_sweep_store(folder: Path, typed: str | None) -> str | None:
     stores = next(filter(None, map(journal_stores, folders)), [])
     if not stores:
         return None
-    last = _last_store(stores)
-    uri = _chosen_uri(typed, last, "sweep")
-    _check_store(uri, last, False, print, "sweep")
+    _, uri = _store_to_continue(stores, typed, "sweep", False, print)
     return uri
 
 
-def _last_store(stores: Sequence[JournalStore]) -> JournalStore:
-    """Return the newest journal that its store has opened; the newest of all where none was."""
-    return next((store for store in reversed(stores) if store.run_id), stores[-1])
+def _store_to_continue(
+    stores: Sequence[JournalStore],
+    typed: str | None,
+    what: str,
+    waits: bool,
+    say: Callable[[str], None],
+) -> tuple[JournalStore, str]:
+    """Return the newest journal that its store has opened, and the store to continue in.
+
+    Args:
+        stores: of the journals.
+        typed: the `tracking.uri` of the command, if any.
+        what: run or sweep.
+        waits: continue without an answer of the store.
+        say: prints a warning.
+
+    Raises:
+        ConfigError: the store cannot be named, does not hold the run or sweep, or does not answer.
+    """
+    # The newest of all where no store has opened one.
+    last = next((store for store in reversed(stores) if store.run_id), stores[-1])
+    uri = _chosen_uri(typed, last, what)
+    _check_store(uri, last, waits, say, what)
+    return last, uri
 
 
 def _tracking_settings(
@@ -157,7 +174,7 @@ def _recorded_tracking(folder: Path) -> object:
     return {"_target_": NO_TRACKER_TARGET} if has_none else None
 
 
-def _chosen_uri(typed: str | None, last: JournalStore, what: str = "run") -> str:
+def _chosen_uri(typed: str | None, last: JournalStore, what: str) -> str:
     """Return the store to continue in: the typed one, else the journal's.
 
     Args:
@@ -177,15 +194,14 @@ def _chosen_uri(typed: str | None, last: JournalStore, what: str = "run") -> str
         return last.uri
     raise ConfigError(
         f"{_RESUME_KEYS[what]}: the {what} is recorded in {secrets.redact(last.uri)}, as its "
-        "journal "
-        f"says, which is not signed with your key ({signature.describe_key_location()}). If you "
-        "trust it, "
-        f"type tracking.uri={secrets.redact(last.uri)} to continue there, or tracking=none."
+        f"journal says, which is not signed with your key ({signature.describe_key_location()}). "
+        f"If you trust it, type tracking.uri={secrets.redact(last.uri)} to continue there, or "
+        "tracking=none."
     )
 
 
 def _check_store(
-    uri: str, last: JournalStore, waits: bool, say: Callable[[str], None], what: str = "run"
+    uri: str, last: JournalStore, waits: bool, say: Callable[[str], None], what: str
 ) -> None:
     """Raise ConfigError where a store does not hold the run, or does not answer.
 
@@ -200,8 +216,8 @@ def _check_store(
             return
         raise ConfigError(
             f"{key}: the {what} is recorded in {secrets.redact(uri)}, and {error} Start the "
-            "store, type "
-            "tracking.uri=<its address now>, or tracking=none to continue without a record."
+            "store, type tracking.uri=<its address now>, or tracking=none to continue without a "
+            "record."
         ) from error
     if not problem:
         return
@@ -238,9 +254,8 @@ def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
         elif not store.signed_by_user:
             raise ConfigError(
                 f"{_RESUME_KEYS['run']}: {store.path} is to be sent to "
-                f"{secrets.redact(store.uri)}, and "
-                f"is not signed with your key ({signature.describe_key_location()}). Delete it, "
-                "or type "
+                f"{secrets.redact(store.uri)}, and is not signed with your key "
+                f"({signature.describe_key_location()}). Delete it, or type "
                 "init.weights=<its checkpoint> to start a new run from its weights."
             )
 
