@@ -28,7 +28,7 @@ from runner.core.loop.step import train_step
 from runner.core.loop.train_state import TrainState
 from runner.core.run.run_context import TrainingSetup
 from runner.diagnostics.divergence.compare import compare_batch
-from runner.diagnostics.divergence.roundoffs import Execution
+from runner.diagnostics.divergence.substitution import Execution
 from runner.precision.registry import load_precision
 from runner.training.setup import build_state
 from runner.training.tasks.language import Language

@@ -1,47 +1,31 @@
-"""Record which dtypes each module really stores and computes in, in a step that runs anyway."""
+"""Record which dtypes each module really stores and computes in, in a step that runs anyway, and
+share the matrix work of a forward among the formats that it was computed in.
+
+Work is counted in floating-point operations, two for a multiplication and its addition.
+"""
 
 from collections import Counter, defaultdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.core import model_call, module_tape, tensor_facts
+from runner.config.messages import CPU_CASTS
+from runner.core import ConversionReport, Precision, fmt, model_call, module_tape, tensor_facts
+from runner.precision.casting import KeptInFloat32
+from runner.precision.layers.experts import Experts
+
+MIN_ASKED_SHARE = 0.9
+"""Share of the work in the format that was asked for, below which a run warns."""
 
 _HEAVY = (
     *("convolution", "mm", "linear", "scaled_dot_product"),
     *("lstm", "gru", "rnn", "norm", "embedding"),
 )
 """Parts of the names of operators whose input dtype is the dtype that a module computes in."""
-
-
-def kernel_dtypes(kernel: Any, args: tuple[Any, ...]) -> set[str]:
-    """Return the names of the dtypes in which a kernel computes.
-
-    Args:
-        kernel: an operator, as __torch_dispatch__ gets it.
-        args: its positional arguments.
-
-    Returns:
-        An empty set for a kernel that is no product, convolution, norm or lookup.
-    """
-    name = _operator_name(kernel)
-    if not any(part in name for part in _HEAVY):
-        return set()
-    # The first one alone: norms may hold weights and statistics in a wider dtype.
-    first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
-    if first is not None:
-        # torchao's FP8 tensors say the dtype that they stand for; the kernel gets their codes.
-        return _names(next(tensor_facts.inner_tensors(first), first))
-    # Other integers are indices, as those of an embedding.
-    return {name for name in _names(args) if "complex" in name or name == "int8"}
-
-
-def _operator_name(kernel: Any) -> str:
-    """Return an operator's name without its namespace and overload, as addmm."""
-    return kernel._schema.name.split("::")[1].strip("_")
 
 
 _PRODUCTS = ("mm", "bmm", "int_mm", "grouped_mm", "grouped_mm_fallback", "linear", "mv", "dot")
@@ -73,14 +57,6 @@ def _names(values: Any) -> set[str]:
     return {tensor_facts.dtype_name(v.dtype) for v in tree_leaves(values) if isinstance(v, Tensor)}
 
 
-_Seen = dict[str, dict[str, set[str]]]
-"""Names of dtypes, by a module's name and by column."""
-
-
-def _note(seen: _Seen, column: str, name: str, values: Any) -> None:
-    seen[name][column] |= _names(values)
-
-
 class DtypeProbe(TorchDispatchMode):
     """Context around one training step; table() gives a row per module that ran.
 
@@ -91,7 +67,7 @@ class DtypeProbe(TorchDispatchMode):
 
     Attributes:
         model: that is watched.
-        seen: names of dtypes by module and column.
+        seen: names of dtypes by column and module.
         work: floating-point operations of the forward's products by module, operator and dtype.
         input_rows: how many vectors each module was given, as tokens of a linear layer.
     """
@@ -101,22 +77,25 @@ class DtypeProbe(TorchDispatchMode):
         # Modules have the names that the conversion's report gives them.
         self.model = model_call.plain_module(model)
         self._tape = module_tape.ModuleTape()
-        self.seen: _Seen = defaultdict(lambda: defaultdict(set))
+        self.seen: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         self.work: Counter[tuple[str, str, str]] = Counter()
         self.input_rows: Counter[str] = Counter()
         # Compiled kernels are not dispatched one by one.
         self._shows_kernels = not hasattr(model, "_orig_mod")
 
+    def _note(self, column: str, name: str, values: Any) -> None:
+        self.seen[column, name] |= _names(values)
+
     def __enter__(self) -> "DtypeProbe":
         if any(module._compiled_call_impl for module in self.model.modules()):
             return self
-        end = partial(_note, self.seen, "outputs")
+        end = partial(self._note, "outputs")
         for dotted_name, module in self.model.named_modules():
             name = dotted_name or module_tape.ROOT
             self._tape.watch_calls(name, module, self._note_inputs, end)
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
-                    note = partial(_note, self.seen, "gradients", name)
+                    note = partial(self._note, "gradients", name)
                     self._tape.watch_gradient(p, lambda p, note=note: note(p.grad))
         if self._shows_kernels:
             super().__enter__()
@@ -132,17 +111,25 @@ class DtypeProbe(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._tape.running:
             module = self._tape.running[-1]
-            self.seen[module]["computes"] |= kernel_dtypes(func, args)
-            name = _operator_name(func)
+            # Without the operator's namespace and overload, as addmm.
+            name = func._schema.name.split("::")[1].strip("_")
+            if any(part in name for part in _HEAVY):
+                # The first one alone: norms may hold weights and statistics in a wider dtype.
+                floats = (a for a in args if isinstance(a, Tensor) and a.is_floating_point())
+                first = next(floats, None)
+                if first is None:
+                    # Other integers are indices, as those of an embedding.
+                    kinds = {n for n in _names(args) if "complex" in n or n == "int8"}
+                else:
+                    kinds = {_kernel_dtype(first)}
+                self.seen["computes", module] |= kinds
             product = _product(name, args, out)
             if product is not None:
-                # torchao's FP8 tensors hold codes.
-                dtype = next(tensor_facts.inner_tensors(product[0]), product[0]).dtype
-                self.work[module, name, tensor_facts.dtype_name(dtype)] += product[1]
+                self.work[module, name, _kernel_dtype(product[0])] += product[1]
         return out
 
     def _note_inputs(self, name: str, values: Any) -> None:
-        _note(self.seen, "inputs", name, values)
+        self._note("inputs", name, values)
         first = next((v for v in tree_leaves(values) if isinstance(v, Tensor) and v.ndim), None)
         if first is not None and first.numel():
             self.input_rows[name] += first.numel() // first.shape[-1]
@@ -150,13 +137,121 @@ class DtypeProbe(TorchDispatchMode):
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""
         rows = []
-        for name, module in self.model.named_modules():
-            seen = self.seen.get(name or module_tape.ROOT)
-            if not seen or not seen["outputs"]:
+        for dotted_name, module in self.model.named_modules():
+            name = dotted_name or module_tape.ROOT
+            if not self.seen["outputs", name]:
                 continue
             columns = {"stores": _names(list(module.parameters(recurse=False)))}
             for column in ("inputs", "computes", "outputs", "gradients"):
-                columns[column] = seen[column]
+                columns[column] = self.seen[column, name]
             row = {key: " ".join(sorted(value)) for key, value in columns.items()}
-            rows.append({"module": name or module_tape.ROOT, "kind": type(module).__name__, **row})
+            rows.append({"module": name, "kind": type(module).__name__, **row})
         return rows
+
+
+def _kernel_dtype(operand: Tensor) -> str:
+    """Return the name of the dtype that a kernel gets an operand in."""
+    # torchao's FP8 tensors say the dtype that they stand for; the kernel gets their codes.
+    return tensor_facts.dtype_name(next(tensor_facts.inner_tensors(operand), operand).dtype)
+
+
+class Computation(NamedTuple):
+    """What a forward computed in.
+
+    Attributes:
+        matrix_work: the share of each format, as "82.0% float32, 18.0% bfloat16"; empty where no
+            product was seen.
+        matrix_formats: these formats.
+        caveats: sentences on what was not computed as asked.
+        cast_note: sentence that autocast followed torch's list for CPUs; empty where it did not.
+    """
+
+    matrix_work: str
+    matrix_formats: list[str]
+    caveats: list[str]
+    cast_note: str
+
+
+def computation(probe: DtypeProbe, precision: Precision, report: ConversionReport) -> Computation:
+    """Return what the forward that a probe watched computed in."""
+    # Converted layers count as their format.
+    layer_format: str = getattr(precision, "layers_compute_in", "")
+    seen = {module.removesuffix(".base_layer") for module, _, _ in probe.work}
+    # Their kernels may be a library's own, which torch does not dispatch, or emulated.
+    layers = _converted_elements(probe.model, report)
+    counted = {name for name in layers if layer_format or name not in seen}
+    work: _Work = Counter()
+    for (module, operator, kind), flops in probe.work.items():
+        if module.removesuffix(".base_layer") not in counted:
+            work[module, operator, kind] += flops
+    for name in counted:
+        rows = probe.input_rows[name] or probe.input_rows[f"{name}.base_layer"]
+        kind = layer_format or tensor_facts.dtype_name(precision.compute)
+        work[name, "linear", kind] += 2 * layers[name] * rows
+    shares: Counter[str] = Counter()
+    for (_, _, kind), flops in work.items():
+        shares[kind] += flops
+    total = shares.total()
+    formats = {kind: fmt.format_percent(n / total) for kind, n in shares.most_common() if n}
+    texts = [f"{share} {kind}" for kind, share in formats.items()]
+    caveats = [*filter(None, [_work_caveat(probe, precision, work)])]
+    cast_note = ""
+    emulate = getattr(precision, "emulate", None)
+    cpu = tensor_facts.CPU_DEVICE
+    is_on_cpu = any(p.device == cpu for p in probe.model.parameters())
+    if is_on_cpu and not emulate and isinstance(precision.forward(cpu), torch.autocast):
+        # It followed torch's list for CPUs.
+        remedy = "" if emulate is None else " Type precision.emulate=true for CUDA's casts."
+        cast_note = CPU_CASTS + remedy
+    return Computation(", ".join(texts), [*formats], caveats, cast_note)
+
+
+_Work = Counter[tuple[str, str, str]]
+"""Work by module, operator and format."""
+
+
+def _converted_elements(model: nn.Module, report: ConversionReport) -> dict[str, int]:
+    """Return the elements of the weight of each converted layer by name; of experts, of the layer
+    of each one."""
+    modules = dict(model.named_modules())
+    elements = {row.module: row.elements for row in report.modules}
+    layers: dict[str, int] = {}
+    for row in report.modules:
+        module = modules.get(row.module)
+        if row.is_converted and isinstance(module, Experts):
+            own = module.layer_elements()
+            layers |= {f"{row.module}.{name}": size for name, size in own.items()}
+        elif row.is_converted:
+            layers[row.module] = elements.get(row.counted_with, row.elements)
+    return layers
+
+
+def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
+    """Return which operators computed too much in other formats than those asked for."""
+    asked = {
+        tensor_facts.dtype_name(precision.compute),
+        getattr(precision, "layers_compute_in", ""),
+    }
+    # No complex tensor is narrower.
+    asked.add("complex128" if precision.storage is torch.float64 else "complex64")
+    # Emulated tensor cores give an LSTM's kernel its half operands in float32.
+    accumulates = precision.kernels(probe.model, tensor_facts.CPU_DEVICE) == "float32_accumulate"
+    kept = [n for n, m in probe.model.named_modules() if isinstance(m, KeptInFloat32)]
+    # In a storage of 16 bits the model declares them, as T5 does its second products.
+    weights = probe.model.named_parameters() if precision.storage.itemsize == 2 else ()
+    wide = {n.rpartition(".")[0] for n, p in weights if p.dtype is torch.float32}
+    other: dict[str, set[str]] = defaultdict(set)
+    flops = 0
+    for (module, operator, kind), count in work.items():
+        is_asked = kind in asked or (accumulates and operator == "mkldnn_rnn_layer")
+        is_asked |= kind == "float32" and module in wide
+        if not is_asked and not any(f"{module}.".startswith(f"{name}.") for name in kept):
+            flops += count
+            other[f"{operator} in {kind}"].add(module)
+    if flops <= (1 - MIN_ASKED_SHARE) * sum(work.values()):
+        return ""
+    places = [f"{name} ({fmt.first_names(sorted(modules), 2)})" for name, modules in other.items()]
+    return (
+        f"{fmt.format_percent(flops / sum(work.values()))} of the matrix work was not in "
+        f"{precision.compute_format}: {fmt.first_names(places, 3)}."
+    )

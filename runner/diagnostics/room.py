@@ -152,10 +152,10 @@ class Diff(Mode):
     def run(
         self, context: "RunContext", saved: "LoadedCheckpoint | None"
     ) -> "run_context.RunOutcome":
+        from runner.diagnostics.memory.out_of_memory import MemoryWatch
         from runner.modes.diff import diff
-        from runner.modes.startup import explained_memory
 
-        with explained_memory(context):
+        with MemoryWatch(context).explain():
             return diff(context)
 
 

@@ -6,12 +6,12 @@ have none: a replay trains up to the step once more.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.core import ConfigError, Invocation, RunSpec, files, fmt, layout, secrets
+from runner.core import ConfigError, RunContext, files, fmt, layout, secrets
 from runner.data.stream_loader import DatasetLoader, samples_of_step
 
 _NO_INDICES = "The train set is a stream, whose samples have no indices to be replayed by."
@@ -25,7 +25,7 @@ class SavedBatch:
         steps: the first and the last step whose samples these are.
         micro_batches: indices in the training set; empty for a stream.
         loss_scale: in force in the step; None for a precision without one.
-        seed, data: of the run; with others the indices mean other samples.
+        seed: of the run; with another one the indices mean other samples.
         begun: the step that the run started or was resumed at; None where the samples are at
             fault, not the numbers, so that the weights of the step do not matter.
         names: of the run's model, data and precision.
@@ -37,98 +37,76 @@ class SavedBatch:
     micro_batches: list[list[int]]
     loss_scale: float | None
     seed: int
-    data: str
     begun: int | None
     names: Mapping[str, str]
-    epoch: int = 1
-    first_batch: int = 0
+    epoch: int
+    first_batch: int
 
 
-@dataclass(frozen=True)
-class BatchSaver:
-    """Saves the samples of a run's steps in its folder.
+def save_batch(
+    run: RunContext,
+    loader: DatasetLoader,
+    steps: range,
+    why: str,
+    scale: float | None = None,
+    begun: int | None = None,
+) -> str:
+    """Save the samples of a run's steps in its folder, and upload the file.
 
-    Attributes:
-        spec: of the run.
-        invocation: of the run; its command is what a replay repeats.
-        folder: of the run.
-        precision: name of the run's precision.
+    Args:
+        run: the run; its command is what a replay repeats.
         loader: yields the training batches.
-        save_artifact: writes a file, given its path, a function that writes it and its folder in
-            the store, and uploads it; returns whether it was written.
+        steps: whose samples are saved.
+        why: what is wrong with them.
+        scale: the loss scale in the step.
+        begun: see SavedBatch.
+
+    Returns:
+        Sentences that say where the samples are, and the command that replays them.
     """
-
-    spec: RunSpec
-    invocation: Invocation
-    folder: Path
-    precision: str
-    loader: DatasetLoader
-    save_artifact: Callable[[Path, Callable[[Path], object], str], bool]
-
-    def save(
-        self,
-        step: int,
-        why: str,
-        scale: float | None = None,
-        count: int = 1,
-        begun: int | None = None,
-    ) -> str:
-        """Save the samples of `count` steps.
-
-        Args:
-            step: the first of them.
-            why: what is wrong with them.
-            scale: the loss scale in the step.
-            count: how many steps.
-            begun: see SavedBatch.
-
-        Returns:
-            Sentences that say where the samples are, and the command that replays them.
-        """
-        accumulate = self.spec.train.accumulate
-        steps = range(step, step + count)
-        # Computed from seed and epoch, as the loader does: no step has a list of its samples.
-        samples_of_steps = [samples_of_step(self.loader, accumulate, n) for n in steps]
-        micro_batches = [micro for samples in samples_of_steps for micro in samples.micro_batches]
-        if not micro_batches and begun is None:
-            return _NO_INDICES
-        path = self.folder / layout.GUARD_FOLDER / f"batch-{step:06d}.json"
-        # The run's own command with debug=replay in place of training: a replay resumes nothing,
-        # sweeps nothing and has its own mode.
-        dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
-        words = [w for w in self.invocation.overrides if not w.lstrip("+~").startswith(dropped)]
-        replay = ["debug=replay", f"batch={fmt.relative_path(path)}"]
-        command = self.invocation.command_text([*words, *replay])
-        content = {
-            "why": why,
-            "steps": [step, step + count - 1],
-            "epoch": samples_of_steps[0].epoch,
-            "first_batch": samples_of_steps[0].first_batch,
-            "micro_batches": micro_batches,
-            "loss_scale": scale,
-            "begun": begun,
-            "precision": self.precision,
-            "model": self.invocation.option_name("model", self.spec.model),
-            "data": self.invocation.option_name("data", self.spec.data),
-            "seed": self.spec.seed,
-            "config": str(self.folder / "config.yaml"),
-            "replay": command,
-        }
-        text = json.dumps(secrets.redact_values(content), indent=1)
-        # A list of indices on one line: json.dumps gives each number its own.
-        text = re.sub(r"\[[\d,\s]+\]", lambda numbers: "".join(numbers[0].split()), text)
-        saved = self.save_artifact(
-            path, lambda path: files.write_text(path, text + "\n"), layout.GUARD_FOLDER
-        )
-        if not saved:
-            # The file could not be written: the indices are at least in the message.
-            return f"The samples are {micro_batches} of the training set." if micro_batches else ""
-        subject = "samples are" if micro_batches else "step is"
-        return f"The {subject} in {fmt.relative_path(path)}; to see where it begins:\n{command}"
+    invocation, spec = run.invocation, run.spec
+    # Computed from seed and epoch, as the loader does: no step has a list of its samples.
+    samples_of_steps = [samples_of_step(loader, spec.train.accumulate, step) for step in steps]
+    micro_batches = [micro for samples in samples_of_steps for micro in samples.micro_batches]
+    if not micro_batches and begun is None:
+        return _NO_INDICES
+    path = run.out / layout.GUARD_FOLDER / f"batch-{steps[0]:06d}.json"
+    # The run's own command with debug=replay in place of training: a replay resumes nothing,
+    # sweeps nothing and has its own mode.
+    dropped = ("debug=", "batch=", "sweep=", "mode=", "checkpoint.")
+    words = [word for word in invocation.overrides if not word.lstrip("+~").startswith(dropped)]
+    replay = ["debug=replay", f"batch={fmt.relative_path(path)}"]
+    command = invocation.command_text([*words, *replay])
+    content = {
+        "why": why,
+        "steps": [steps[0], steps[-1]],
+        "epoch": samples_of_steps[0].epoch,
+        "first_batch": samples_of_steps[0].first_batch,
+        "micro_batches": micro_batches,
+        "loss_scale": scale,
+        "begun": begun,
+        "precision": run.precision.name,
+        "model": invocation.option_name("model", spec.model),
+        "data": invocation.option_name("data", spec.data),
+        "seed": spec.seed,
+        "config": str(run.out / layout.CONFIG),
+        "replay": command,
+    }
+    text = json.dumps(secrets.redact_values(content), indent=1)
+    # A list of indices on one line: json.dumps gives each number its own.
+    text = re.sub(r"\[[\d,\s]+\]", lambda numbers: "".join(numbers[0].split()), text)
+    saved = run.save_artifact(
+        path, lambda path: files.write_text(path, text + "\n"), layout.GUARD_FOLDER
+    )
+    if not saved:
+        # The file could not be written: the indices are at least in the message.
+        return f"The samples are {micro_batches} of the training set." if micro_batches else ""
+    subject = "samples are" if micro_batches else "step is"
+    return f"The {subject} in {fmt.relative_path(path)}; to see where it begins:\n{command}"
 
 
 def read_saved_batch(path: Path) -> SavedBatch:
-    """Read a file that BatchSaver wrote.
+    """Read a file that save_batch wrote.
 
     Raises:
         ConfigError: the file is missing, or is no saved batch.
@@ -147,11 +125,10 @@ def read_saved_batch(path: Path) -> SavedBatch:
             micro_batches,
             None if scale is None else float(scale),
             content["seed"],
-            content["data"],
-            content.get("begun"),
+            content["begun"],
             names,
-            _index(content.get("epoch", 1)),
-            _index(content.get("first_batch", 0)),
+            _index(content["epoch"]),
+            _index(content["first_batch"]),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(

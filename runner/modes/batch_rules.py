@@ -1,6 +1,6 @@
 """Explain why a model or a loss fails on the first batch, by a table of rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dis import opmap
 from inspect import Parameter, signature
 from pathlib import Path
@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from runner.core import ConfigError, batch_layout, model_call, tensor_facts
-from runner.modes.error_rules import (
-    LIBRARIES,
-    Failure,
-    Rule,
-    first_message,
-    matches,
-    precision_advice,
-)
+from runner.modes.error_rules import LIBRARIES, Failure, Rule, first_message, precision_advice
 from runner.training.tasks.tensor_task import TensorTask
 
 _LAYOUTS = "(docs/own-code.md)"
@@ -42,13 +35,13 @@ def check_loss(loss: Any, task: str) -> None:
         raise ConfigError(f"task={task} returns as loss {what}, no number. Return `loss.mean()`.")
 
 
-_names_dtypes = matches(r"dtype|scalar type|[Ii]nput type|not implemented for|Boolean")
-"""Condition on PyTorch's messages about operands whose dtypes do not fit."""
-_names_sizes = matches(
+_DTYPES = r"dtype|scalar type|[Ii]nput type|not implemented for|Boolean"
+"""Pattern of PyTorch's messages about operands whose dtypes do not fit."""
+_SIZES = (
     r"cannot be multiplied|to have \d+ channels|size mismatch|must match the size|is invalid for "
     r"input of size|normalized_shape|shape mismatch|size of tensor"
 )
-"""Condition on PyTorch's messages about operands whose sizes do not fit."""
+"""Pattern of PyTorch's messages about operands whose sizes do not fit."""
 
 
 def _yields_boxes(failure: Failure) -> bool:
@@ -123,22 +116,21 @@ def _explain_arguments(failure: Failure) -> str:
             f"{_kind(inputs)}. Yield ({', '.join(names)}, target) for several inputs, or type "
             f"task=model_loss if the forward takes the target and returns the loss {_LAYOUTS}."
         )
-    return (
-        f"{failure.takes}, and the runner passes the inputs of a batch as one argument, here a "
-        f"{_kind(inputs)}. {_own_forward(names, inputs)}"
-    )
-
-
-def _own_forward(names: Sequence[str], inputs: Any) -> str:
-    """Return the forward to write for inputs that are one argument, or the batch to yield."""
+    # The forward to write for inputs that are one argument, or the batch to yield.
     flat = ", ".join(names)
     start = f"{flat} = inputs" if names else "return ..."
     if isinstance(inputs, Mapping):
         start = "; ".join(f'{name} = inputs["{name}"]' for name in names)
-    written = f"rite `def forward(self, inputs): {start}`"
+    remedy = f"Write `def forward(self, inputs): {start}`."
     if isinstance(inputs, tuple | list) and len(names) > 1:
-        return f"Yield ({flat}, target), whose inputs are passed by position, or w{written}."
-    return f"W{written}."
+        remedy = (
+            f"Yield ({flat}, target), whose inputs are passed by position, or write "
+            f"`def forward(self, inputs): {start}`."
+        )
+    return (
+        f"{failure.takes}, and the runner passes the inputs of a batch as one argument, here a "
+        f"{_kind(inputs)}. {remedy}"
+    )
 
 
 def _explain_integers(failure: Failure) -> str:
@@ -146,7 +138,7 @@ def _explain_integers(failure: Failure) -> str:
     tensors = [leaf for leaf in tree_leaves(failure.inputs) if isinstance(leaf, Tensor)]
     integers = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
     embeds = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in failure.model.modules())
-    if embeds or not (integers and failure.in_forward and _names_dtypes(failure)):
+    if embeds or not (integers and failure.in_forward and failure.says(_DTYPES)):
         return ""
     first = integers[0]
     white = {torch.uint8: " / 255", torch.uint16: " / 65535"}.get(first.dtype, "")
@@ -265,9 +257,9 @@ BATCH_RULES: tuple[Rule, ...] = (
             f"the task needs {_LAYOUTS}."
         ),
     ),
-    (lambda _: True, _explain_integers),
+    ("", _explain_integers),
     (
-        matches("selected index k out of range"),
+        "selected index k out of range",
         lambda f: (
             f"{f.module_in_words} takes the k largest of fewer than k numbers: a mixture chooses "
             "more experts than it has. Type a smaller model.config.num_experts_per_tok=."
@@ -281,7 +273,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        lambda f: f.in_forward and _names_sizes(f),
+        lambda f: f.in_forward and f.says(_SIZES),
         lambda f: (
             f"{f.module_in_words} was made for inputs of another size. Give the model the sizes of "
             "the data: model keys that are ${data.meta.input} or ${data.meta.classes} follow the "
@@ -293,8 +285,8 @@ BATCH_RULES: tuple[Rule, ...] = (
         lambda f: bool(f.outputs) and _fitting_task(f) not in ("", f.names["task"]),
         lambda f: f"{_output_and_target(f)} Those fit task={_fitting_task(f)}: type it.",
     ),
-    (lambda _: True, _explain_raise),
-    (lambda _: True, _elsewhere),
+    ("", _explain_raise),
+    ("", _elsewhere),
 )
 """Kinds of failures. The order goes from what is certain (the model returns None) to what the text
 of the error suggests; the last row always applies."""

@@ -34,6 +34,7 @@ from runner.core import (
     Invocation,
     LoadedCheckpoint,
     RunContext,
+    RunResult,
     RunSpec,
     TrainState,
     Unavailable,
@@ -41,14 +42,14 @@ from runner.core import (
     files,
     fmt,
     layout,
+    module_tree,
     random_streams,
     run_context,
     targets,
 )
-from runner.diagnostics.divergence.compare import compare_batch, record_reference
+from runner.diagnostics.divergence.compare import BatchComparison, compare_batch, record_reference
 from runner.diagnostics.divergence.divergence_report import (
     DivergenceReport,
-    StepComparison,
     describe_uncompared,
     metrics,
     unexplained,
@@ -56,21 +57,17 @@ from runner.diagnostics.divergence.divergence_report import (
     write_page,
 )
 from runner.diagnostics.divergence.reference import (
-    Dump,
-    batch_digest,
     dump_path,
     dump_precision,
     generator_states,
     is_dump,
     read_dump,
-    weights_digest,
     write_dump,
 )
-from runner.diagnostics.divergence.roundoffs import Execution
-from runner.diagnostics.divergence.tensor_error import log_probability_error
+from runner.diagnostics.divergence.substitution import Execution
 from runner.diagnostics.room import DiffSpec
 from runner.modes.execution import build_execution, build_result, prepare_process, starting_model
-from runner.modes.replay import checkpoint_before_step, states_before
+from runner.modes.replay import ReachedStep, checkpoint_before_step, states_before
 from runner.modes.saved_run import (
     PRESET_GROUPS,
     RUN_KEYS,
@@ -88,7 +85,7 @@ from runner.training.state_dict import checkpoint_state_dict
 
 PAGE = "diff.html"
 NUMBERS = "diff.json"
-ACCELERATORS = ("cpu", "cuda", "mps", "tpu")
+ACCELERATORS = accelerators.KINDS[1:]
 COMPARED_KEYS = (
     *("precision.", "model.", "adapter.", "accelerator.", "init.", "seed"),
     *("train.compile", "train.channels_last", "train.freeze"),
@@ -142,11 +139,9 @@ def diff(run: RunContext) -> run_context.RunOutcome:
     run.save_artifact(run.out / PAGE, lambda path: write_page(report, path))
     run.save_artifact(run.out / NUMBERS, lambda path: write_json_report(report, path))
     chosen = report.chosen
-    count = len(unexplained(chosen.batch.rows))
+    count = len(unexplained(chosen.rows))
     if count > 1:
         run.say(f"{count} modules add more than rounding explains; all are in {run.out / PAGE}")
-    for path in comparison.dumps:
-        run.say(f"dump: {path}")
     summary = {
         "metrics": metrics(chosen),
         "steps": chosen.step,
@@ -157,7 +152,7 @@ def diff(run: RunContext) -> run_context.RunOutcome:
 
 
 def _warn_of_other_loss(
-    run: RunContext, reference: DiffReference, compared: StepComparison
+    run: RunContext, reference: DiffReference, compared: BatchComparison
 ) -> None:
     """Warn where a run's training has another loss here than the run recorded at that step."""
     # With train.accumulate a run records the mean of a step's micro-batches; one is compared.
@@ -168,7 +163,7 @@ def _warn_of_other_loss(
         return
     steps, _, losses = curve
     recorded = losses[steps == compared.step]
-    loss, _ = compared.batch.losses
+    loss, _ = compared.losses
     if len(recorded) and float(recorded[-1]) != loss:
         run.say(
             f"warning: at step {compared.step} the run recorded a loss of {float(recorded[-1])!r}, "
@@ -186,7 +181,20 @@ def _reference(run: RunContext) -> DiffReference:
     spec = run.spec
     if spec.value("against") is None:
         return DiffReference(run.precision.name, spec)
-    reference = run_reference(spec, run.invocation) or resolve_reference(spec)
+    found = compared_run(spec, run.invocation)
+    if found is None:
+        reference = resolve_reference(spec)
+    else:
+        folder, run_spec = found
+        label = f"{run_spec.precision['name']} of {fmt.relative_path(folder)}"
+        # Without the values of the precision and the accelerator, which the executions' names say.
+        hidden = ("precision.", "accelerator.")
+        keys = [
+            key
+            for key, (_, value) in changes(run_spec, spec).items()
+            if value is not None and key.startswith(COMPARED_KEYS) and not key.startswith(hidden)
+        ]
+        reference = DiffReference(label, run_spec, run=folder, own=_own_values(spec, keys))
     return replace(reference, spec=_comparable(reference.spec))
 
 
@@ -200,18 +208,16 @@ class _Comparison:
 
     Attributes:
         conversion: what the run's precision converted.
-        dumps: files that were written.
         steps: what was found so far.
     """
 
     def __init__(self, run: RunContext, reference: DiffReference) -> None:
         self.conversion = ConversionReport()
-        self.dumps: list[Path] = []
-        self.steps: list[StepComparison] = []
+        self.steps: list[BatchComparison] = []
         self._run = run
         self._reference = reference
 
-    def compared_steps(self) -> Iterator[StepComparison]:
+    def compared_steps(self) -> Iterator[BatchComparison]:
         """Train the reference up to each of the steps, and yield what is found there."""
         spec = self._reference.spec
         device = accelerators.choose_accelerator(
@@ -231,7 +237,7 @@ class _Comparison:
         run = self._run
         reach = partial(states_before, spec, device=device, say=run.say, compiles=True)
         for reached in reach(steps, start):
-            yield self._compare(reached.state, reached.step, reached.micros[0])
+            yield self._compare(reached)
         # A dump is of its own step, and in later steps both executions have the same weights.
         writes_dump = run.spec.section(DiffSpec).dump
         is_fixed = writes_dump or self._reference.dump or spec.init != run.spec.init
@@ -245,7 +251,7 @@ class _Comparison:
                     return
                 reached = next(reach([step], None))
                 run.say(f"step {step} is compared, too; not compared before: {missing}")
-                yield self._compare(reached.state, step, reached.micros[0])
+                yield self._compare(reached)
 
     def _has_settings(self, checkpoint: LoadedCheckpoint) -> bool:
         """Return whether a checkpoint was trained with the reference's settings."""
@@ -254,33 +260,28 @@ class _Comparison:
         # A checkpoint names the classes of the same data.
         return not any(is_of_training(key) for key in changed if key != "data.class_names")
 
-    def _compare(self, state: TrainState, step: int, batch: Batch) -> StepComparison:
+    def _compare(self, reached: ReachedStep) -> BatchComparison:
         """Compare the executions on a batch, with the reference's weights of this moment."""
         run = self._run
+        state = reached.state
+        batch = reached.micros[0]
         generators = generator_states(state.device)
         ours = _execution(self._reference.label, state)
         batches = (_on(batch, state.device), _on(batch, run.device))
         if run.spec.section(DiffSpec).dump:
-            path = dump_path(run.out, step)
+            path = dump_path(run.out, reached.step)
             content = record_reference(ours, batches[0], generators)
             precision = self._reference.spec.precision
-            if run.write_file(
-                path,
-                lambda path: write_dump(
-                    path, content, state.plain_model, batches[0], ours.label, precision
-                ),
-            ):
-                self.dumps.append(path)
+            dumped = (content, state.plain_model, batches[0], ours.label, precision)
+            if run.write_file(path, lambda path: write_dump(path, *dumped)):
+                run.say(f"dump: {path}")
         recorded = None
         if self._reference.dump is not None:
-            recorded = _read_dump(self._reference.dump, state, batches[0]).reference
+            model = state.plain_model
+            recorded = read_dump(self._reference.dump, state.device, model, batches[0])
         other_state = self._candidate(state, batches[1])
         other = _execution(run.precision.name, other_state)
-        compared = compare_batch(ours, other, batches, generators, recorded)
-        log_probabilities = None
-        if compared.outputs is not None:
-            log_probabilities = log_probability_error(run.task, compared.outputs, batches[1][1])
-        self.steps.append(StepComparison(step, compared, log_probabilities))
+        self.steps.append(compare_batch(ours, other, batches, generators, recorded))
         return self.steps[-1]
 
     def _candidate(self, state: TrainState, batch: Batch) -> TrainState:
@@ -289,7 +290,6 @@ class _Comparison:
         run = self._run
         spec = run.spec
         precision = run.precision
-        setup = run_context.TrainingSetup(spec, precision, run.task, run.device)
         random_streams.seed_all(spec.seed)
         start = None
         if state.step:
@@ -297,34 +297,14 @@ class _Comparison:
             start = LoadedCheckpoint(Path(f"step {state.step}"), content)
             make = partial(restore_model, spec, precision, start)
         else:
-            make = starting_model(setup)
-        built, candidate = build_execution(setup, make, lambda: batch[0])
+            make = starting_model(run.setup)
+        built, candidate = build_execution(run.setup, make, lambda: batch[0])
         if start is not None:
             restore_precision_state(built.model, precision, start)
         check_compile_options(spec, precision, run.device, built.model)
         prepare_model(spec, precision, run.device, built.model)
         self.conversion = built.report
         return candidate
-
-
-def _read_dump(path: Path, state: TrainState, batch: Batch) -> Dump:
-    """Return a dump of the same weights and batch.
-
-    Raises:
-        ConfigError: it is of others.
-    """
-    dump = read_dump(path, state.device)
-    different = []
-    if dump.weights != weights_digest(state.plain_model):
-        different.append("weights")
-    if dump.batch != batch_digest(batch):
-        different.append("batch")
-    if different:
-        raise ConfigError(
-            f"against={path} was written with other {' and '.join(different)} than this run "
-            "has. Type the model=, data=, seed=, init.weights= and diff.steps= of that file."
-        )
-    return dump
 
 
 def _execution(label: str, state: TrainState) -> Execution:
@@ -334,27 +314,6 @@ def _execution(label: str, state: TrainState) -> Execution:
 
 def _on(batch: Batch, device: torch.device) -> Batch:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-
-
-def run_reference(spec: RunSpec, invocation: Invocation) -> DiffReference | None:
-    """Return the run that against= names; None where it names no run's folder.
-
-    Raises:
-        ConfigError: the run cannot be trained again, or its config names code that is not trusted.
-    """
-    folder = run_folder_of(spec)
-    if folder is None:
-        return None
-    run_spec = diffed_run_spec(spec, invocation, folder)
-    label = f"{run_spec.precision['name']} of {fmt.relative_path(folder)}"
-    # Without the values of the precision and the accelerator, which the executions' names say.
-    hidden = ("precision.", "accelerator.")
-    keys = [
-        key
-        for key, (_, value) in changes(run_spec, spec).items()
-        if value is not None and key.startswith(COMPARED_KEYS) and not key.startswith(hidden)
-    ]
-    return DiffReference(label, run_spec, run=folder, own=_own_values(spec, keys))
 
 
 def resolve_reference(spec: RunSpec) -> DiffReference:
@@ -390,7 +349,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
             if key == "precision":
                 reference = resolve_reference(reference.with_value("against", value)).spec
             else:
-                reference = _with_value(reference, word, key)
+                reference = _with_value(reference, word)
         return DiffReference(text, reference, own=_own_values(spec, words))
     if "/" in text:
         raise ConfigError(f"against={text}: there is no such file or folder. Type a run's.")
@@ -445,12 +404,12 @@ def _own_values(spec: RunSpec, words: list[str]) -> str:
     return " ".join(found)
 
 
-def _with_value(spec: RunSpec, word: str, key: str) -> RunSpec:
+def _with_value(spec: RunSpec, word: str) -> RunSpec:
+    key = word.partition("=")[0]
     config = OmegaConf.create(spec.to_dict())
     missing = object()
     if OmegaConf.select(config, key, default=missing) is missing:
-        known = list(dotted_keys("", config))
-        near = ", ".join(get_close_matches(key, known, n=3, cutoff=0.4)) or "see --help"
+        near = module_tree.nearest_names(key, [*dotted_keys("", config)])
         raise ConfigError(f"against={word}: there is no key {key}. Nearest: {near}.")
     if not key.startswith(COMPARED_KEYS):
         raise ConfigError(
@@ -470,73 +429,26 @@ def is_of_training(key: str) -> bool:
     return key.partition(".")[0] in RUN_KEYS
 
 
-def run_folder_of(spec: RunSpec) -> Path | None:
-    """Return the folder of the run that against= names, by itself or by its MLflow id; None
-    where it names something else."""
-    text = spec.value("against") or ""
-    if path_exists(text):
-        return Path(text) if (Path(text) / layout.CONFIG).is_file() else None
-    if len(text) == 32 and text.isalnum():
-        return locate.resolve_path(text, spec.tracking.get("uri"), "against")
-    return None
-
-
-def plan_diff(plan: run_context.PlannedRun) -> run_context.PlannedRun:
-    """Return a comparison with a run with that run's values where none was typed.
-
-    Args:
-        plan: its spec's against may name a run; it is returned as it is where that names none.
-
-    Raises:
-        ConfigError: the run cannot be trained again, or something was typed that both have.
-    """
-    spec = plan.spec
-    invocation = plan.invocation
-    against = spec.value("against")
-    folder = run_folder_of(spec)
-    if folder is None:
-        return plan
-    run_spec = diffed_run_spec(spec, invocation, folder)
-    typed = typed_overrides(invocation)
-    for preset in PRESET_GROUPS:
-        if preset in typed:
-            raise ConfigError(
-                f"against={against} is a run, whose settings are taken. Leave {preset}= out."
-            )
-    # Its code was judged with the whole of the run's config.
-    config = SavedConfig(run_spec.to_dict(), folder, "against", is_signed=True)
-    names: Any = {}
-    with suppress(OSError, ValueError):  # a run that was killed has no result
-        names = files.read_json(folder / layout.RESULT)
-    if not isinstance(names, dict):
-        names = {}
-    choices = {key: names.get(key, "") for key in RUN_KEYS if key not in typed}
-    merged, invocation = merge(config, spec, invocation, RUN_KEYS, choices)
-    merged = merged.with_value("against", str(folder))
-    for key, (value, _) in changes(run_spec, merged).items():
-        if is_of_training(key) and not key.startswith(COMPARED_KEYS):
-            # The word that was typed and set the key, as `data` sets `data.context`.
-            parents = [word for word in typed if f"{key}.".startswith(f"{word}.")]
-            parent = f"{max(parents, key=len)}=" if parents else key
-            raise ConfigError(
-                f"against={folder}: the run has {key}={value}, and both executions take its "
-                f"batches and training. Leave {parent} out. Allowed to "
-                f"differ: precision, and keys that begin with {', '.join(COMPARED_KEYS)}."
-            )
-    return plan._replace(spec=merged, invocation=invocation)
-
-
-def diffed_run_spec(spec: RunSpec, invocation: Invocation, folder: Path) -> RunSpec:
-    """Return the spec of a run that can be trained again here.
+def compared_run(spec: RunSpec, invocation: Invocation) -> tuple[Path, RunSpec] | None:
+    """Return the folder and the spec of the run that against= names, by its folder or its MLflow
+    id; None where it names something else.
 
     Args:
         spec: of mode=diff.
         invocation: what was typed.
-        folder: of the run.
 
     Raises:
-        ConfigError: it cannot, or its config names code that is not trusted.
+        ConfigError: the run cannot be trained again here, or its config names code that is not
+            trusted.
     """
+    text = spec.value("against") or ""
+    folder = Path(text)
+    if not path_exists(text):
+        if len(text) != 32 or not text.isalnum():
+            return None
+        folder = locate.resolve_path(text, spec.tracking.get("uri"), "against")
+    elif not (folder / layout.CONFIG).is_file():
+        return None
     config = folder_config(folder, "against")
     assert config is not None
     run_spec = check_run(config, spec, invocation)
@@ -551,5 +463,48 @@ def diffed_run_spec(spec: RunSpec, invocation: Invocation, folder: Path) -> RunS
     elif run_spec.train.compile and run_spec.train.compile != "regional":
         problem = "was compiled as one program, in which there are no modules to see"
     if problem:
-        raise ConfigError(f"against={spec.value('against')}: the run {problem}.")
-    return replace(run_spec, accelerator=spec.accelerator)
+        raise ConfigError(f"against={text}: the run {problem}.")
+    return folder, replace(run_spec, accelerator=spec.accelerator)
+
+
+def plan_diff(plan: run_context.PlannedRun) -> run_context.PlannedRun:
+    """Return a comparison with a run with that run's values where none was typed.
+
+    Args:
+        plan: its spec's against may name a run; it is returned as it is where that names none.
+
+    Raises:
+        ConfigError: the run cannot be trained again, or something was typed that both have.
+    """
+    spec = plan.spec
+    invocation = plan.invocation
+    found = compared_run(spec, invocation)
+    if found is None:
+        return plan
+    folder, run_spec = found
+    typed = typed_overrides(invocation)
+    for preset in PRESET_GROUPS:
+        if preset in typed:
+            raise ConfigError(
+                f"against={spec.value('against')} is a run, whose settings are taken. Leave "
+                f"{preset}= out."
+            )
+    # Its code was judged with the whole of the run's config.
+    config = SavedConfig(run_spec.to_dict(), folder, "against", is_signed=True)
+    result = None
+    with suppress(OSError, ValueError):  # a run that was killed has no result
+        result = RunResult.read(folder)
+    choices = {key: getattr(result, key, "") for key in RUN_KEYS if key not in typed}
+    merged, invocation = merge(config, spec, invocation, RUN_KEYS, choices)
+    merged = merged.with_value("against", str(folder))
+    for key, (value, _) in changes(run_spec, merged).items():
+        if is_of_training(key) and not key.startswith(COMPARED_KEYS):
+            # The word that was typed and set the key, as `data` sets `data.context`.
+            parents = [word for word in typed if f"{key}.".startswith(f"{word}.")]
+            parent = f"{max(parents, key=len)}=" if parents else key
+            raise ConfigError(
+                f"against={folder}: the run has {key}={value}, and both executions take its "
+                f"batches and training. Leave {parent} out. Allowed to "
+                f"differ: precision, and keys that begin with {', '.join(COMPARED_KEYS)}."
+            )
+    return plan._replace(spec=merged, invocation=invocation)

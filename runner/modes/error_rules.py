@@ -61,6 +61,10 @@ class Failure:
         """Return the message of the error itself."""
         return str(self.error)
 
+    def says(self, pattern: str) -> bool:
+        """Return whether the error's message matches a pattern."""
+        return bool(re.search(pattern, self.text))
+
     @property
     def in_forward(self) -> bool:
         """Return whether the model's forward raised, not the loss."""
@@ -119,10 +123,9 @@ class Failure:
         return ""
 
     @property
-    def converted(self) -> bool:
-        """Return whether the innermost module is a layer that the precision converted."""
-        module = self.name_and_module[1]
-        return module is not None and is_converted(module)
+    def module(self) -> nn.Module | None:
+        """Return the innermost module whose forward raised; None for none."""
+        return self.name_and_module[1]
 
     @property
     def module_in_words(self) -> str:
@@ -146,11 +149,10 @@ class Failure:
     @property
     def forward(self) -> str:
         """Return in words which forward has to change."""
-        module = self.name_and_module[1]
-        if module is None:
+        if self.module is None:
             return "that place"
-        kind = type(module).__name__
-        is_library = type(module).__module__.startswith("torch.")
+        kind = type(self.module).__name__
+        is_library = type(self.module).__module__.startswith("torch.")
         return f"the forward that calls {kind}" if is_library else f"{kind}.forward"
 
     def keep_fp32(self) -> str:
@@ -159,9 +161,7 @@ class Failure:
         # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
         patterns = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): None for name in names}
         modules = [name for name, _ in self.model.named_modules() if name]
-        matched = {
-            name for name in modules for p in patterns if module_tree.matches_pattern(p, name)
-        }
+        matched = module_tree.select_modules("precision.keep_fp32", patterns, modules)
         if len(patterns) == len(names) or module_tree.outermost_names(
             matched
         ) != module_tree.outermost_names(names):
@@ -201,8 +201,7 @@ class Failure:
 
     def edit(self, change: str) -> str:
         """Return the advice to change the failing forward; empty where a library has it."""
-        module = self.name_and_module[1]
-        source = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+        source = getattr(sys.modules.get(type(self.module).__module__), "__file__", None) or ""
         is_library = "site-packages" in source and not source.startswith(LIBRARIES)
         return "" if is_library else f"in {self.forward}, {change}"
 
@@ -221,14 +220,15 @@ class Failure:
         return f"type precision={_HALVES[instead]}-{kind}{reason}"
 
 
-Rule = tuple[Callable[[Failure], bool], Callable[[Failure], str]]
-"""A condition, and the message."""
+Rule = tuple[str | Callable[[Failure], bool], Callable[[Failure], str]]
+"""A pattern of the error's text or a condition, and the message."""
 
 
 def first_message(rules: Sequence[Rule], failure: Failure) -> str:
     """Return the message of the first rule that applies; empty for none."""
-    for applies, message in rules:
-        text = message(failure) if applies(failure) else ""
+    for condition, message in rules:
+        applies = failure.says(condition) if isinstance(condition, str) else condition(failure)
+        text = message(failure) if applies else ""
         if text:
             return text
     return ""
@@ -243,11 +243,6 @@ def precision_advice(failure: Failure) -> str:
     location = failure.location()  # first, because a search for advice changes the model
     advice = first_message(PRECISION_RULES, failure)
     return f"{location} {advice}".strip() if advice else ""
-
-
-def matches(pattern: str) -> Callable[[Failure], bool]:
-    """Return the condition that an error's message matches a pattern."""
-    return lambda failure: bool(re.search(pattern, failure.text))
 
 
 def _alternatives(*choices: str) -> str:
@@ -283,7 +278,7 @@ def _two_dtypes(failure: Failure) -> str:
     """Return what to change where an operation is given tensors of two floating dtypes."""
     precision = failure.precision
     dtypes = {precision.compute, precision.storage}
-    if re.search(r"(?i)\b(long|u?int\d*|byte|bool|char|short)\b", failure.text):
+    if failure.says(r"(?i)\b(long|u?int\d*|byte|bool|char|short)\b"):
         return ""  # integers are no matter of the precision
     unconverted = _unconverted_parameters(failure)
     if unconverted:
@@ -303,7 +298,7 @@ def _two_dtypes(failure: Failure) -> str:
             "of torch.func; or type precision=bf16-true or precision=32-true"
         )
     kept = failure.keep_fp32() if dtypes & {*_HALVES} else ""
-    is_double = torch.float64 not in dtypes and re.search("(?i)double", failure.text)
+    is_double = torch.float64 not in dtypes and failure.says("(?i)double")
     wider = "type precision=64-true" if is_double else ""
     return (
         f"Tensors of two dtypes meet there; precision={precision.name} stores "
@@ -341,7 +336,7 @@ def _unconverted_parameters(failure: Failure) -> str:
 
 PRECISION_RULES: tuple[Rule, ...] = (
     (
-        matches("without overflow"),
+        "without overflow",
         lambda f: (
             "A constant in the model is beyond the range of "
             f"{tensor_facts.dtype_name(f.precision.compute)}, "
@@ -354,7 +349,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        matches("unsupported ScalarType BFloat16"),
+        "unsupported ScalarType BFloat16",
         lambda f: (
             "NumPy has no bfloat16. "
             + _alternatives(
@@ -365,7 +360,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        matches(r"Can't call numpy\(\) on Tensor that requires grad"),
+        r"Can't call numpy\(\) on Tensor that requires grad",
         lambda f: (
             "NumPy's operations have no gradient. "
             + _alternatives(
@@ -374,16 +369,21 @@ PRECISION_RULES: tuple[Rule, ...] = (
             )
         ),
     ),
-    (matches("could not create a primitive"), _missing_kernels),
+    ("could not create a primitive", _missing_kernels),
     (
-        matches("Inference tensors"),
+        "Inference tensors",
         lambda f: (
             "What torch.inference_mode() computes has no gradient. Leave it out of the model and "
             "the loss, or write torch.no_grad() where nothing has to train."
         ),
     ),
     (
-        lambda f: f.precision.converts_layers and f.converted and _functorch_module(f) is not None,
+        lambda f: (
+            f.precision.converts_layers
+            and f.module is not None
+            and is_converted(f.module)
+            and _functorch_module(f) is not None
+        ),
         lambda f: (
             f"torch.func cannot pass a layer that precision={f.precision.name} converts, or give "
             f"it other weights. Type precision.ignore_modules=[{_functorch_module(f)}] beside "
@@ -391,7 +391,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        matches("cached during selective activation checkpoint has been mutated"),
+        "cached during selective activation checkpoint has been mutated",
         lambda f: (
             "The model's own selective checkpointing saves what the emulation changes in place. "
             "Let its policy save products alone (torch.ops.aten.mm.default and addmm), or type "
@@ -399,14 +399,14 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        lambda f: "argument: 'x'" in f.text and hasattr(f.name_and_module[1], "get_base_layer"),
+        lambda f: "argument: 'x'" in f.text and hasattr(f.module, "get_base_layer"),
         lambda f: (
             f"An adapter's layer takes its input by position. Write self.{f.name_and_module[0]}(x) "
             "in place of a keyword, or leave the layer out of adapter.modules."
         ),
     ),
     (
-        matches(
+        (
             r"not implemented for '(Complex)?(Half|BFloat16)'|Low precision dtypes not supported|"
             r"Unsupported dtype (Half|BFloat16)|powers of two when computing in half precision"
         ),
@@ -422,7 +422,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        matches(
+        (
             r"same dtype|should be the same|scalar type|does not match weight dtype|dtypes match|"
             r"equal to src\.dtype|but got dtype|could not create a primitive"
         ),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -71,16 +71,16 @@ def plan_evaluation(plan: run_context.PlannedRun) -> run_context.PlannedRun:
     config = checkpoint_config(saved, "checkpoint")
     typed = typed_overrides(invocation, config.values)
     untyped = [key for key in groups if key not in typed]
-    nodes = {key: config.values.get(key, {}) for key in untyped}
     choices = {key: saved.content["choices"].get(key, "") for key in untyped}
-    nodes |= {key: config.values[key] for key in ("seed", "deterministic") if key in config.values}
     trained = config.values.get("train", {})
     composed = (invocation.composed_config or spec.to_dict())["train"]
     # Another precision may not compile what the run's own did.
     kept = _TRAIN_KEYS if "precision" in untyped else _TRAIN_KEYS[:3]
-    nodes["train"] = {**composed, **{key: trained[key] for key in kept if key in trained}}
-    config = config._replace(values={**config.values, **nodes})
-    spec, invocation = merge(config, spec, invocation, [*nodes], choices)
+    train = {**composed, **{key: trained[key] for key in kept if key in trained}}
+    values = {**{key: {} for key in untyped}, **config.values, "train": train}
+    keys = [*untyped, "seed", "deterministic", "train"]
+    config = config._replace(values=values)
+    spec, invocation = merge(config, spec, invocation, keys, choices)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, path=str(path)))
     return run_context.PlannedRun(plan.folder, saved, spec, invocation)
 
@@ -166,21 +166,18 @@ def _timed_evaluation(
     The time of the hook does not count.
     """
     start = perf_counter()
-    metrics = training_loop.evaluate_sets(
-        "val", state, loaders.validation, run.stop_requested, hook
-    )
-    run.signals.check()
-    assert metrics is not None
-    test_metrics = training_loop.evaluate_sets(
-        "test", state, loaders.test, run.stop_requested, hook
-    )
-    run.signals.check()
-    assert test_metrics is not None
+    found: dict[str, float] = {}
+    examples = 0
+    kinds: dict[Literal["val", "test"], Mapping[str, DatasetLoader]]
+    kinds = {"val": loaders.validation, "test": loaders.test}
+    for kind, sets in kinds.items():
+        metrics = training_loop.evaluate_sets(kind, state, sets, run.stop_requested, hook)
+        run.signals.check()
+        assert metrics is not None
+        found |= metrics
+        examples += sum(loader.examples for loader in sets.values())
     seconds = perf_counter() - start - (hook.seconds if hook else 0.0)
-    evaluated = [*loaders.validation.values(), *loaders.test.values()]
-    examples = sum(loader.examples for loader in evaluated)
-    rate = examples / seconds if seconds >= MIN_TIMED_SECONDS else None
-    return metrics | test_metrics, rate
+    return found, examples / seconds if seconds >= MIN_TIMED_SECONDS else None
 
 
 def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,9 +185,11 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
 
     What prevents or disturbs the comparison is printed.
     """
-    metrics = content.get("metrics", {})
+    found = {"trained_in": content["precision"], "as_trained": {}}
+    metrics = content.get("metrics")
     if not metrics:
         run.say("The checkpoint holds no evaluation of its own to compare with.")
+        return found
     # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
     reasons: list[str] = []
     spec = content["spec"]
@@ -201,16 +200,16 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
         is_added = key.startswith(tuple(f"task.{name}" for name in targets.TASK_KEYS))
         if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):
             reasons.append(f"{key}={old} in its run, {new} here")
-    if metrics and reasons:
+    if reasons:
         run.say(
             "warning: the checkpoint's own metrics cannot be compared, for they are of other "
             f"settings: {fmt.first_names(reasons, 3, '; ')}. Give these keys the run's values."
         )
-        metrics = {}
+        return found
     before = content.get("device", run.device_name)
-    if metrics and before != run.device_name:
+    if before != run.device_name:
         run.say(
             f"The checkpoint's own metrics were computed on {before}, these on {run.device_name}: "
             "they may differ by rounding, and by what is drawn at random."
         )
-    return {"trained_in": content["precision"], "as_trained": metrics}
+    return found | {"as_trained": metrics}

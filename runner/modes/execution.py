@@ -115,47 +115,32 @@ def build_proven_model(
         ConfigError: the model cannot compute in the precision as it was converted.
     """
     precision = setup.precision
-    built = _build(setup, make, ConversionPlan(finds_experts=True), saved)
-    proof = prove_model(precision, _trial(setup, built, inputs))
-    if proof.needs_rebuild:
-        del built  # else both models would be in memory
+    plan = ConversionPlan(finds_experts=True)
+    is_rebuilt = False
+    while True:
+        if setup.strategy.shards:
+            built = build_sharded_model(make, plan, precision, setup.strategy, setup.device)
+        else:
+            built = make(setup.device, plan=plan)
+        # Once shards have their values: on the meta device nothing could be restored.
+        if saved is not None:
+            restore_precision_state(built.model, precision, saved)
+        trial = ModelTrial(
+            built.model,
+            built.report,
+            built.plan,
+            restored_random_state()(inputs),
+            partial(_completes_forward, setup, built.model),
+            setup.strategy,
+            has_label=setup.task.passes_target,
+            has_adapter=bool(setup.spec.adapter.get("_target_")),
+        )
+        proof = prove_model(precision, trial, is_rebuilt)
+        if is_rebuilt or not proof.needs_rebuild:
+            return built._replace(plan=proof.plan, report=proof.report)
+        del built, trial  # else both models would be in memory
+        plan, is_rebuilt = proof.plan, True
         random_streams.seed_all(setup.spec.seed)
-        built = _build(setup, make, proof.plan, saved)
-        proof = prove_model(precision, _trial(setup, built, inputs), is_rebuilt=True)
-    return built._replace(plan=proof.plan, report=proof.report)
-
-
-def _build(
-    setup: run_context.TrainingSetup,
-    make: ModelBuilder,
-    plan: ConversionPlan,
-    saved: LoadedCheckpoint | None,
-) -> BuiltModel:
-    """Build a model by a plan; see build_proven_model."""
-    if setup.strategy.shards:
-        built = build_sharded_model(make, plan, setup.precision, setup.strategy, setup.device)
-    else:
-        built = make(setup.device, plan=plan)
-    # Once shards have their values: on the meta device nothing could be restored.
-    if saved is not None:
-        restore_precision_state(built.model, setup.precision, saved)
-    return built
-
-
-def _trial(
-    setup: run_context.TrainingSetup, built: BuiltModel, inputs: Callable[[], Any]
-) -> ModelTrial:
-    """Return a model with its first batch, as a precision proves it."""
-    return ModelTrial(
-        built.model,
-        built.report,
-        built.plan,
-        restored_random_state()(inputs),
-        partial(_completes_forward, setup, built.model),
-        setup.strategy,
-        has_label=setup.task.passes_target,
-        has_adapter=bool(setup.spec.adapter.get("_target_")),
-    )
 
 
 def _completes_forward(

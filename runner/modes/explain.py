@@ -18,7 +18,6 @@ from runner.core import (
     loss_of,
     module_tree,
     random_streams,
-    run_context,
     tensor_facts,
 )
 from runner.data.build import build_data, build_run_loaders
@@ -61,8 +60,7 @@ def explain(run: RunContext) -> None:
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
         random_streams.seed_all(spec.seed)
-        setup = run_context.TrainingSetup(spec, precision, run.task, device)
-        built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
+        built, state = build_execution(run.setup, starting_model(run.setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
         snapshots: list[NumericsSnapshot] = []
         # A pattern selects the modules inside those that it names, too.
@@ -198,8 +196,7 @@ def _conversion_text(
     """
     if reported is None:
         # precision.keep_fp32 selects the module or one that holds it.
-        parts = name.split(".") if name else []
-        holders = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+        holders = ["", *module_tree.name_prefixes(name)]
         is_kept = any(isinstance(model.get_submodule(each), KeptInFloat32) for each in holders)
         return f"no: {KEEP_FP32_REASON}" if is_kept else "-"
     if not reported.is_converted:

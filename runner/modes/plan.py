@@ -1,6 +1,6 @@
 """mode=plan: print what a run would hold and convert, without data and without training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -121,12 +121,13 @@ def _peak_rows(
         largest = largest_fitting_batch(forecast, batch_size, USABLE_MEMORY_SHARE * free)
     except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
-    parts = [f"{name} {size / tensor_facts.MIB:.1f}" for name, size in peak._asdict().items()]
+    mib, gib = tensor_facts.MIB, tensor_facts.GIB
+    parts = [f"{name} {size / mib:.1f}" for name, size in peak._asdict().items()]
     # The search stops there, so a larger batch may fit, too.
     more = " or more" if largest == MAX_FORECAST_BATCH_SIZE else ""
-    share = f"in {USABLE_MEMORY_SHARE:g} of the {free / tensor_facts.GIB:.1f} GiB that are free"
+    share = f"in {USABLE_MEMORY_SHARE:g} of the {free / gib:.1f} GiB that are free"
     rows = {
-        "peak of a step": f"{peak.total / tensor_facts.MIB:.1f} MiB",
+        "peak of a step": f"{peak.total / mib:.1f} MiB",
         "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
         "largest batch": f"{'none' if largest is None else largest}{more} {share}",
     }
@@ -153,43 +154,30 @@ def _state_bytes(
     """Return the bytes of optimizer state after the first step.
 
     The optimizer's own code makes the state on the meta device: it takes no memory and is exact,
-    also where the state depends on a tensor's size.
+    also where the state depends on a tensor's size. Where a step needs a loss or reads values, one
+    real step on a small tensor of each dtype gives the bytes that an element of a parameter needs.
     """
     # Optimizers with low-bit state keep that of embeddings in 32 bits.
     wide = embedding_parameters(model)
     twins = {p: nn.Parameter(torch.empty_like(p, device="meta")) for p in params}
     wide_twins = [twin for p, twin in twins.items() if p in wide]
-    optimizer = build_optimizer(key, node, list(twins.values()), wide_twins)
-    # Such a step needs a loss, which tensors without values cannot give.
-    if closure_calls(key, node, optimizer)[0]:
-        return _probed_bytes(key, node, params, update)
-    attach_rules(key, node, optimizer, update)
-    for twin in twins.values():
-        twin.grad = torch.empty_like(twin)
-    try:
-        optimizer.step()
-    except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
-        return _probed_bytes(key, node, params, update)
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return tensor_facts.tensor_bytes(
-        *(value for value in values if isinstance(value, torch.Tensor))
-    )
-
-
-def _probed_bytes(
-    key: str, node: Mapping[str, Any], params: list[nn.Parameter], update: str
-) -> int:
-    """Estimate the bytes of optimizer state from one real step on a small tensor of each dtype.
-
-    The state of 64 elements gives the bytes that an element of a parameter needs.
-    """
+    optimizer = build_optimizer(key, node, [*twins.values()], wide_twins)
+    takes_closure, _ = closure_calls(key, node, optimizer)
+    if not takes_closure:
+        attach_rules(key, node, optimizer, update)
+        for twin in twins.values():
+            twin.grad = torch.empty_like(twin)
+        try:
+            optimizer.step()
+            return tensor_facts.tensor_bytes(*_state_tensors(optimizer))
+        except (NotImplementedError, RuntimeError):  # it reads values, which meta tensors lack
+            pass
     total = 0
     for dtype in {p.dtype for p in params}:
         probe = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
         optimizer = build_optimizer(key, node, [probe])
         attach_rules(key, node, optimizer, update)
         probe.grad = torch.ones_like(probe)
-        takes_closure, _ = closure_calls(key, node, optimizer)
         closure = (lambda p=probe: p.sum()) if takes_closure else None
         try:
             optimizer.step(closure)  # type: ignore[arg-type]
@@ -197,8 +185,12 @@ def _probed_bytes(
             probe.grad = probe.grad.to_sparse()
             optimizer.step(closure)  # type: ignore[arg-type]
         # A tensor of one element, a step count, does not grow with the parameter.
-        values = [v for v in optimizer.state[probe].values() if isinstance(v, torch.Tensor)]
-        state = [value for value in values if value.numel() > 1]
-        per_element = tensor_facts.tensor_bytes(*state) / probe.numel()
-        total += int(per_element * sum(p.numel() for p in params if p.dtype is dtype))
+        state = [value for value in _state_tensors(optimizer) if value.numel() > 1]
+        elements = sum(p.numel() for p in params if p.dtype is dtype)
+        total += int(tensor_facts.tensor_bytes(*state) / probe.numel() * elements)
     return total
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -8,6 +8,7 @@ original one. Where the run's config is missing, the weights are new ones. Nothi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from runner.config.trusted_targets import folder_config
 from runner.core import (
@@ -32,6 +35,7 @@ from runner.core import (
     checkpoint_file,
     fmt,
     loss_of,
+    module_tape,
     module_tree,
     random_streams,
     run_context,
@@ -45,12 +49,6 @@ from runner.data.stream_loader import DatasetLoader, StreamLoader, saved_batches
 from runner.data.task_target import build_task
 from runner.diagnostics import saved_batch
 from runner.diagnostics.data_checks import labels_of
-from runner.diagnostics.nonfinite_trace import (
-    NonfiniteTrace,
-    TracedTensor,
-    describe_tensor,
-    first_nonfinite,
-)
 from runner.diagnostics.saved_batch import SavedBatch
 from runner.modes.execution import build_execution, read_initial_weights, starting_model
 from runner.modes.saved_run import RUN_KEYS, check_run, merge
@@ -71,6 +69,94 @@ ROWS_WHEN_FINITE = 5
 """Rows that are shown where everything is finite."""
 MAX_COMPARED_WEIGHTS_MIB = 4096.0
 """Size of the weights in float32, in MiB, up to which the batch is also replayed in 32-true."""
+
+
+class TracedTensor(NamedTuple):
+    """The statistics of one tensor of a step.
+
+    Attributes:
+        phase: forward or backward.
+        module: its dotted name, or (inputs), (model), (loss).
+        kind: the module's class.
+        tensor: output, gradient of the output, or gradient of a parameter by its name.
+        dtype: name without "torch.".
+        largest: greatest magnitude of the finite elements.
+        nonfinite_share: share of elements that are not finite, 0 to 1.
+    """
+
+    phase: str
+    module: str
+    kind: str
+    tensor: str
+    dtype: str
+    largest: float
+    nonfinite_share: float
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Phase, module and tensor, which are the same in a trace of another precision."""
+        return self.phase, self.module, self.tensor
+
+
+def describe_tensor(phase: str, module: str, kind: str, tensor: str, value: Tensor) -> TracedTensor:
+    """Return the statistics of a tensor; the host waits for the device."""
+    value = value.detach()
+    wide = tensor_facts.widest_float(value.device)
+    magnitude = value.abs().to(wide)
+    finite = magnitude.isfinite()
+    largest = 0.0
+    nonfinite_share = 0.0
+    if value.numel():  # max() of an empty tensor raises, and its mean is NaN
+        largest = torch.where(finite, magnitude, 0).max().item()
+        nonfinite_share = 1 - finite.to(wide).mean().item()
+    name = tensor_facts.dtype_name(value.dtype)
+    return TracedTensor(phase, module, kind, tensor, name, largest, nonfinite_share)
+
+
+class NonfiniteTrace:
+    """Context around a forward and a backward that records each module's tensors.
+
+    `rows` are in the order in which the tensors were made, so a module's own output comes before
+    that of the module that holds it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.rows: list[TracedTensor] = []
+        self._tape = module_tape.ModuleTape()
+
+    def __enter__(self) -> "NonfiniteTrace":
+        for dotted_name, module in self.model.named_modules():
+            name, kind = dotted_name or module_tape.ROOT, type(module).__name__
+            # Recomputed, too: a reentrant checkpoint has gradients in the second forward alone.
+            self._tape.watch_calls(name, module, end=partial(self._end, kind), recomputed=True)
+            for key, param in module.named_parameters(recurse=False):
+                if param.requires_grad:
+                    note = partial(self.record, "backward", name, kind, f"gradient of {key}")
+                    self._tape.watch_gradient(param, lambda made, note=note: note(made.grad))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tape.close()
+
+    def record(self, phase: str, module: str, kind: str, tensor: str, nest: Any) -> None:
+        """Add the floating and complex tensors of a nest."""
+        for value in tree_leaves(nest):
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                self.rows.append(describe_tensor(phase, module, kind, tensor, value))
+
+    def _end(self, kind: str, name: str, output: Any) -> None:
+        self.record("forward", name, kind, "output", output)
+        note = partial(self.record, "backward", name, kind, "gradient of the output")
+        for value in tree_leaves(output):
+            # On the output: a backward hook on the module refuses what writes in place.
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(note)
+
+
+def first_nonfinite(rows: Sequence[TracedTensor]) -> int | None:
+    """Return the index of the first row that is not all finite; None where every row is."""
+    return next((i for i, row in enumerate(rows) if row.nonfinite_share), None)
 
 
 class ReplayResult(NamedTuple):
@@ -138,7 +224,10 @@ def replay(run: RunContext) -> None:
         console.print(_verdict(name, ours.rows[spot], plain_rows))
         rows = ours.rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
     else:
-        rows = sorted(ours.rows, key=_share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
+        # Those that come nearest to the end of their dtype's range.
+        ranges = {name: torch.finfo(getattr(torch, name)).max for *_, name, _, _ in ours.rows}
+        rows = sorted(ours.rows, key=lambda row: row.largest / ranges[row.dtype], reverse=True)
+        rows = rows[:ROWS_WHEN_FINITE]
     console.print(_table(name, rows, plain_rows))
     if spot is None:
         console.print(
@@ -181,9 +270,10 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
     """
     spec, path = run.spec, run.spec.value("batch")
     data = run.invocation.option_name("data", spec.data)
-    if (data, spec.seed) != (saved.data, saved.seed):
+    saved_data = saved.names["data"]
+    if (data, spec.seed) != (saved_data, saved.seed):
         run.console.print(
-            f"warning: the batch is of data={saved.data} seed={saved.seed}, this is data={data} "
+            f"warning: the batch is of data={saved_data} seed={saved.seed}, this is data={data} "
             f"seed={spec.seed}: its indices may mean other samples."
         )
     data_sets = build_data(spec).train_and_val()
@@ -191,13 +281,13 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
     if isinstance(loader, StreamLoader) or not saved.micro_batches:
         raise ConfigError(
             f"batch={path} is of a stream, or of another data= than it was saved with "
-            f"(data={saved.data}). A stream's samples have no indices: leave init.weights out."
+            f"(data={saved_data}). A stream's samples have no indices: leave init.weights out."
         )
     highest = max(index for micro in saved.micro_batches for index in micro)
     if highest >= loader.examples:
         raise ConfigError(
             f"batch={path} holds sample {highest}; the training set has {loader.examples}. "
-            f"Type the data= and data.* that it was saved with (data={saved.data})."
+            f"Type the data= and data.* that it was saved with (data={saved_data})."
         )
     # By micro-batch, as in the step: batch statistics depend on which samples are together.
     return saved_batches(loader, saved.epoch, saved.micro_batches, saved.first_batch)
@@ -219,7 +309,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         and keeps_adapter(spec, precision, checkpoint)
     )
     make = partial(build_model, spec, precision, start=checkpoint, restore_exactly=whole)
-    setup = run_context.TrainingSetup(spec, precision, run.task, device)
+    setup = replace(run.setup, precision=precision)
     built, state = build_execution(setup, make, lambda: start.batches[0][0])
     if start.rng is not None:
         # So that dropout draws what it drew in the step.
@@ -231,29 +321,27 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
 
 def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> ReplayResult:
     """Compute forward and backward of each micro-batch as in a step, without the update."""
-    rows: list[TracedTensor] = []
+    traces: list[list[TracedTensor]] = []
     last_rows: list[TracedTensor] = []
     loss_sum = 0.0
     weight_sum = 0.0
-    task = type(state.task).__name__
     for inputs, target in batches:
         state.model.zero_grad(set_to_none=True)
         with NonfiniteTrace(state.model) as trace:
             trace.record("forward", "(inputs)", "", "inputs", inputs)
             loss = loss_of(state, inputs, target)
-            trace.rows.append(describe_tensor("forward", "(loss)", task, "loss", loss))
+            trace.record("forward", "(loss)", type(state.task).__name__, "loss", loss)
             backpropagate(state, loss * scale)
         last_rows = trace.rows
         labels = labels_of(state.task, target)
         count = batch_layout.examples_in((inputs, target)) if labels is None else labels.item()
-        if not count:
-            continue  # a mean over no labels is NaN and weighs nothing in the step
-        loss_sum += loss.item() * count
-        weight_sum += count
-        if not any(row.nonfinite_share for row in rows):
-            rows = trace.rows
+        if count:  # a mean over no labels is NaN and weighs nothing in the step
+            traces.append(trace.rows)
+            loss_sum += loss.item() * count
+            weight_sum += count
+    rows = next((rows for rows in traces if first_nonfinite(rows) is not None), last_rows)
     weights_mib = tensor_facts.float32_bytes(state.model) / tensor_facts.MIB
-    return ReplayResult(mean(loss_sum, weight_sum), rows or last_rows, weights_mib)
+    return ReplayResult(mean(loss_sum, weight_sum), rows, weights_mib)
 
 
 def _verdict(
@@ -272,11 +360,6 @@ def _verdict(
     # Only a submodule can be kept in float32 by its name.
     keep = "" if row.module in ("(model)", "(loss)") else f": precision.keep_fp32=[{row.module}]"
     return f"{text}; in 32-true it is finite, at most {plain.largest:.4g}{keep}"
-
-
-def _share_of_range(row: TracedTensor) -> float:
-    """Return a tensor's greatest magnitude as a share of its dtype's range."""
-    return row.largest / torch.finfo(getattr(torch, row.dtype)).max
 
 
 def _table(

@@ -25,17 +25,17 @@ class Train(Mode):
     def plan(
         self, plan: "run_context.PlannedRun", say: Callable[[str], None], strategy: "Strategy"
     ) -> "run_context.PlannedRun":
-        from runner.modes.resume import plan_resume_in_processes
+        from runner.modes.saved_run import plan_resume_in_processes
 
         return plan_resume_in_processes(plan, say, strategy)
 
     def run(
         self, context: "RunContext", saved: "LoadedCheckpoint | None"
     ) -> "run_context.RunOutcome":
-        from runner.modes.startup import explained_memory
+        from runner.diagnostics.memory.out_of_memory import MemoryWatch
         from runner.modes.train import train
 
-        with explained_memory(context) as memory:
+        with MemoryWatch(context).explain() as memory:
             return train(context, saved, memory)
 
 
@@ -71,12 +71,12 @@ class Evaluate(Mode):
     def run(
         self, context: "RunContext", saved: "LoadedCheckpoint | None"
     ) -> "run_context.RunOutcome":
+        from runner.diagnostics.memory.out_of_memory import MemoryWatch
         from runner.modes.evaluate import evaluate_checkpoint
-        from runner.modes.startup import explained_memory
 
         assert saved is not None  # of the plan
         # An evaluation leaves nothing to save, so a signal ends it at once.
-        with explained_memory(context) as memory, context.signals.interruptible():
+        with MemoryWatch(context).explain() as memory, context.signals.interruptible():
             return evaluate_checkpoint(context, saved, memory)
 
 

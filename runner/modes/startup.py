@@ -4,7 +4,7 @@ The checks stop a run before anything trains or is evaluated. Errors that the tr
 later are explained by training_errors.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,12 +38,17 @@ from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.loader import restored_random_state
 from runner.data.splits import RunData
 from runner.data.stream_loader import DatasetLoader, StreamLoader, is_stream
-from runner.diagnostics.data_checks import data_problems
-from runner.diagnostics.memory.out_of_memory import MemoryWatch, is_out_of_memory
+from runner.diagnostics.data_checks import (
+    check_totals,
+    checked_losses,
+    data_problems,
+    output_lines,
+    packing_lines,
+)
+from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes import batch_rules
 from runner.modes.error_rules import Failure
 from runner.modes.execution import prepare_process
-from runner.modes.task_checks import check_totals, checked_losses, output_lines, packing_lines
 from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
 from runner.precision.gradient_hooks import describe_hooks, gradient_hooks
@@ -62,15 +67,6 @@ _ROUNDING_LINES = {
     "fused; train.compile_rounding=eager rounds as the uncompiled model does",
 }
 """What a run that compiles prints, by train.compile_rounding."""
-
-
-@contextmanager
-def explained_memory(run: RunContext) -> Iterator[MemoryWatch]:
-    """Return a context in which an allocator's error says what held memory and what would fit."""
-    optimizer = run.invocation.choices.get("optimizer", "")
-    memory = MemoryWatch(run.spec, run.precision, run.accelerator, optimizer, run.save_traceback)
-    with memory.explain():
-        yield memory
 
 
 def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None = None) -> RunLoaders:
@@ -287,35 +283,33 @@ def check_evaluation(
     if quality is None and task.added_metrics is None:
         return
     first = next(iter(sets.values()))
+
+    def recorded_names(metrics: Mapping[str, float] | None) -> list[str]:
+        """Return the names under which the metrics of all validation sets are recorded."""
+        names = [*(metrics or {})]
+        for label in filter(None, sets):
+            names += [name.replace("val/", f"val/{label}/", 1) for name in metrics or {}]
+        return names
+
     try:
         with random_streams.saved_forward_state(state.plain_model, state.device):
-            metrics = training_loop.evaluate(state, first, batches=1) or {}
-            names = [*metrics]
-            if quality is not None and quality not in _all_names(names, sets) and hook is not None:
+            recorded = recorded_names(training_loop.evaluate(state, first, batches=1))
+            if quality is not None and quality not in recorded and hook is not None:
                 with TemporaryDirectory() as folder:
-                    tried = training_loop.evaluate(
-                        state, first, batches=1, hook=hook.on_trial(Path(folder))
+                    trial = hook.on_trial(Path(folder))
+                    recorded = recorded_names(
+                        training_loop.evaluate(state, first, batches=1, hook=trial)
                     )
-                names = [*(tried or {})]
     except (errors.ModelError, errors.HookError) as error:
         raise ConfigError(str(error)) from error
-    recorded = _all_names(names, sets)
-    if quality is not None and quality not in recorded:
+    if quality is None:
+        return
+    if quality not in recorded:
         raise ConfigError(
             f"task.quality={quality} is not recorded here. Type one of: {', '.join(recorded)}."
         )
-    if quality is not None:
-        better = "more" if task.direction == "max" else "less"
-        run.say(f"runs are compared by {quality}: {better} is better")
-
-
-def _all_names(names: Sequence[str], sets: Mapping[str, DatasetLoader]) -> list[str]:
-    """Return the names under which the metrics of all validation sets are recorded."""
-    found = list(names)
-    for label in sets:
-        if label:
-            found += [name.replace("val/", f"val/{label}/", 1) for name in names]
-    return found
+    better = "more" if task.direction == "max" else "less"
+    run.say(f"runs are compared by {quality}: {better} is better")
 
 
 def try_batch(
@@ -340,18 +334,18 @@ def try_batch(
         key: run.invocation.option_name(key, getattr(run.spec, key))
         for key in ("model", "data", "task")
     }
-    layout = model_call.describe_call(state.plain_model, inputs)
+    model = state.plain_model
+    layout = model_call.describe_call(model, inputs)
     if layout and says_layout:
         run.say(layout)
-    model = state.plain_model
     outputs: list[Any] = []
-    handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
         with _trial(run, state), watched_casts(run, state), checked_losses(run.task):
-            loss = loss_of(state, inputs, target)
+            # Without further outputs, which are not the batch's.
+            with model.register_forward_hook(lambda *call: outputs.append(call[-1])):
+                loss = loss_of(state, inputs, target)
             if outputs and isinstance(loss, Tensor):
                 check_totals(state, outputs[-1], target)
-            handle.remove()  # a further output is not the batch's
             if outputs and says_layout:
                 for line in packing_lines(state, inputs, outputs[-1]):
                     run.say(line)
@@ -365,7 +359,6 @@ def try_batch(
             with _trial(run, state):
                 loss_of(state, inputs, target)
 
-        handle.remove()
         # One process alone would wait for the others in a collective.
         again = call if run.strategy.rank.world_size == 1 else None
         batch = (inputs, target, outputs)
@@ -373,8 +366,6 @@ def try_batch(
         raise ConfigError(
             f"{batch_rules.explain_batch_error(cause)} {run.save_traceback()}"
         ) from error
-    finally:
-        handle.remove()
     batch_rules.check_loss(loss, names["task"])
     if outputs and says_layout:
         with _trial(run, state):
@@ -425,10 +416,8 @@ def _uses_of_sets(run: RunContext, data: RunData) -> Iterator[str]:
         yield "test set: not evaluated with debug.overfit"
         return
     sizes = ", ".join(f"{name or 'test'} ({_count(found)})" for name, found in data.test.items())
-    if not run.spec.trains:
-        yield f"test sets: {sizes}; metrics test/..."
-        return
-    yield f"test sets: {sizes}; evaluated once, at the end, with the last weights; metrics test/..."
+    when = "evaluated once, at the end, with the last weights; " if run.spec.trains else ""
+    yield f"test sets: {sizes}; {when}metrics test/..."
 
 
 def _count(dataset: Any) -> str:
@@ -550,9 +539,8 @@ def describe_optimizers(run: RunContext, state: TrainState, steps: int) -> None:
         *describe_state_dtypes(run.spec.optimizer, state.optimizers),
         state.strategy.describe(),
     ]
-    for line in lines:
-        if line:
-            run.say(line)
+    for line in filter(None, lines):
+        run.say(line)
 
 
 def print_trainable(

@@ -16,7 +16,6 @@ from runner.core import (
     ConfigError,
     LoadedCheckpoint,
     RunContext,
-    RunnerError,
     RunResult,
     TrainState,
     errors,
@@ -30,6 +29,7 @@ from runner.core import (
 )
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
+from runner.diagnostics.data_checks import checked_losses
 from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.execution import build_proven_model, build_result, starting_model
 from runner.modes.startup import (
@@ -41,7 +41,6 @@ from runner.modes.startup import (
     try_batch,
     watched_casts,
 )
-from runner.modes.task_checks import checked_losses
 from runner.modes.training_callbacks import TrainingCallbacks
 from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (
@@ -51,16 +50,14 @@ from runner.modes.training_outputs import (
     save_dtypes,
     save_loss_scale,
     save_model,
-    save_model_folders,
     save_processes,
     save_weights,
-    wants_model_folders,
+    wants_weights,
 )
 from runner.precision.gradient_hooks import watch_gradient_calls
 from runner.tracking.result_table import print_result
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.expert_loads import ExpertLoads
 from runner.training.setup import build_state
 from runner.training.state_dict import starting_point
 
@@ -124,29 +121,34 @@ def train(
             save_model(run, state, loaders.val)
         # The step for whose numbers a guard stopped the run; None where the hardware is at fault.
         stopped_step = callbacks.guard.stopped_step if failure else None
-        sizes |= {"diverged": stopped_step is not None, "diverged_step": stopped_step}
-        sizes |= {"planned_steps": steps, "stopped_by": "" if failure else callbacks.early_end}
-        if resumed or sizes["stopped_by"]:
-            run.tracker.tags({"stopped_by": sizes["stopped_by"]})
+        stopped_by = "" if failure else callbacks.early_end
+        if resumed or stopped_by:
+            run.tracker.tags({"stopped_by": stopped_by})
+        optimizer_bytes = tensor_facts.tensor_bytes(*state.optimizer_tensors())
         sizes |= report.tags() | first_step.computation
-        sizes["optimizer_mib"] = (
-            tensor_facts.tensor_bytes(*state.optimizer_tensors()) / tensor_facts.MIB
-        )
+        sizes |= {
+            "diverged": stopped_step is not None,
+            "diverged_step": stopped_step,
+            "planned_steps": steps,
+            "stopped_by": stopped_by,
+            "optimizer_mib": optimizer_bytes / tensor_facts.MIB,
+        }
     result = build_result(run, sizes | summary, perf_counter() - start)
-    problems = [failure, *unsaved] if failure else unsaved
-    if problems:
-        kind = errors.Diverged if failure else errors.CheckpointError
-        _raise_failed(run, result, kind("\n".join(problems)))
+    _check_end(run, result, failure, unsaved)
     return run_context.RunOutcome(result, report)
 
 
-def _raise_failed(run: RunContext, result: RunResult, error: RunnerError) -> NoReturn:
+def _check_end(run: RunContext, result: RunResult, failure: str, unsaved: list[str]) -> None:
     """Write the result of a run that a guard stopped, or whose weights could not be written.
 
     Raises:
-        Diverged: the error, of a guard.
-        CheckpointError: the error, of unwritten weights; the run's table is printed first.
+        Diverged: a guard stopped the run.
+        CheckpointError: weights were not written; the run's table is printed first.
     """
+    if not (failure or unsaved):
+        return
+    kind = errors.Diverged if failure else errors.CheckpointError
+    error = kind("\n".join(filter(None, [failure, *unsaved])))
     failed = replace(result, status="failed", error=str(error))
     run.save_artifact(run.out / layout.RESULT, lambda _: failed.write(run.out))
     if isinstance(error, errors.CheckpointError):
@@ -177,14 +179,13 @@ def _train_loop(
         run.say(f"resumed at step {state.step} of {planned}: {resumed.path}")
         for line in messages:
             run.say(line)
-    loads = ExpertLoads(state.plain_model)
     hooks = training_loop.LoopHooks(
         flush_every=spec.checkpoint.every_steps,
         should_stop=run.stop_requested,
         should_finish=callbacks.should_finish,
         step_context=_step_contexts(run, callbacks, first_step),
         evaluation=evaluation,
-        gauges=loads.gauges,
+        gauges=first_step.loads.gauges,
     )
     records = training_loop.fit(state, loaders.train, loaders.validation, spec.train, hooks)
     hook_error = None
@@ -201,7 +202,7 @@ def _train_loop(
     finally:
         callbacks.close()
         loaders.close()
-        loads.close()
+        first_step.loads.close()
     if hook_error is not None:
         _raise_with_checkpoint(run, callbacks, hook_error)
     # A signal that reached one process stops all of them.
@@ -251,17 +252,9 @@ def _save_weights(run: RunContext, callbacks: TrainingCallbacks) -> list[str]:
             run.say(f"checkpoint: {path}")
             if run.invocation.sweep is None:  # a sweep is resumed as a whole
                 run.say(f"Resume with: {run.invocation.resume_text(run.out)}")
-    wants_folders = wants_model_folders(run, callbacks.state)
-    wants_weights = spec.checkpoint.safetensors or wants_folders
     # All processes ask, and agree.
-    if not wants_weights or not callbacks.weights_are_valid():
-        return unsaved
-    if spec.checkpoint.safetensors:
-        problem = save_weights(run, callbacks.state)
-        if problem:
-            unsaved.append(problem)
-    if wants_folders:
-        unsaved += save_model_folders(run, callbacks.state)
+    if wants_weights(run, callbacks.state) and callbacks.weights_are_valid():
+        unsaved += save_weights(run, callbacks.state)
     return unsaved
 
 

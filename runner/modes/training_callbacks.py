@@ -26,7 +26,7 @@ from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of, sam
 from runner.diagnostics.data_checks import explain_uncounted_labels
 from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.diagnostics.room import NumericsSpec
-from runner.modes.training_errors import batch_saver
+from runner.diagnostics.saved_batch import save_batch
 from runner.training import state_dict
 from runner.training.callbacks.guard import EarlyStopping, Guard
 from runner.training.callbacks.progress import progress
@@ -221,8 +221,22 @@ class TrainingCallbacks:
         return messages
 
     def weights_are_valid(self) -> bool:
-        """Return whether the weights may be saved; all processes must ask, and agree."""
-        valid = self.guard.weights_are_good and _weights_are_finite(self.run, self.state)
+        """Return whether the weights may be saved; all processes must ask, and agree.
+
+        Those of which one is not finite must not replace a good checkpoint.
+        """
+        state = self.state
+        # Parameters only: a buffer may be a mask, which holds infinities.
+        every = [p.detach() for p in state.plain_model.parameters()]
+        params = state.strategy.local_shards(every)
+        # Weights of one byte hold codes, for which isfinite has no meaning or no kernel.
+        floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
+        valid = self.guard.weights_are_good
+        if valid and floats and not torch.stack([p.isfinite().all().cpu() for p in floats]).all():
+            valid = False
+            self.run.say(
+                f"warning: the weights of step {state.step} are not finite and are not saved."
+            )
         return not self.run.strategy.all_reduce_max(not valid)
 
     def _checkpoint_content(self) -> dict[str, Any]:
@@ -278,10 +292,10 @@ def _guard(run: RunContext, loader: DatasetLoader, start_step: int) -> Guard:
         loader: yields the training batches, whose samples the guard saves.
         start_step: the step that the run starts or is resumed at.
     """
-    saver = batch_saver(run, loader)
 
     def save(record: step_records.StepRecord, why: str) -> str:
-        return saver.save(record.step, why, record.loss_scale, begun=start_step)
+        steps = range(record.step, record.step + 1)
+        return save_batch(run, loader, steps, why, record.loss_scale, start_step)
 
     def cause(record: step_records.StepRecord) -> str | None:
         # A data set may draw random numbers, and what explains an error must not hide it.
@@ -291,19 +305,3 @@ def _guard(run: RunContext, loader: DatasetLoader, start_step: int) -> Guard:
         return None
 
     return Guard(run.spec, run.precision, run.say, save, cause)
-
-
-def _weights_are_finite(run: RunContext, state: TrainState) -> bool:
-    """Return whether all weights are finite; others must not replace a good checkpoint."""
-    # Parameters only: a buffer may be a mask, which holds infinities.
-    every = [p.detach() for p in state.plain_model.parameters()]
-    params = state.strategy.local_shards(every)
-    # Weights of one byte hold codes, for which isfinite has no meaning or no kernel.
-    floats = [p for p in params if p.itemsize > 1 and (p.is_floating_point() or p.is_complex())]
-    if not floats:
-        return True
-    finite = torch.stack([t.isfinite().all().cpu() for t in floats])
-    if bool(finite.all()):
-        return True
-    run.say(f"warning: the weights of step {state.step} are not finite and are not saved.")
-    return False

@@ -5,7 +5,7 @@ training/callbacks/guard.py.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -34,7 +34,7 @@ from runner.data.stream_loader import (
 )
 from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
 from runner.diagnostics.data_checks import label_problem
-from runner.diagnostics.saved_batch import BatchSaver
+from runner.diagnostics.saved_batch import save_batch
 from runner.modes.error_rules import Failure, precision_advice
 
 # Texts of PyTorch's errors: a backward without a gradient; labels and tokens out of range, in the
@@ -110,17 +110,22 @@ class TrainingErrors:
         run = self.run
         state = self.state
         run.signals.check()  # an interrupt reaches the processes that load data, too
-        if any(text in str(error) for text in _NO_GRADIENT):
+        text = str(error)
+        if any(part in text for part in _NO_GRADIENT):
             raise ConfigError(f"{self._no_gradient_reason()} {run.save_traceback()}") from error
-        if _UNUSED in str(error):
+        if _UNUSED in text:
+            # torch lists the places of the parameters after a colon.
+            listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+            trained = [n for n, p in state.plain_model.named_parameters() if p.requires_grad]
+            names = [trained[int(place)] for place in listed[1].split()] if listed else []
             raise ConfigError(
                 f"strategy=ddp waits for the gradient of every parameter, and a step has none of "
-                f"{self._unused_names(str(error))}. Type strategy.find_unused_parameters=true, or "
-                f"train.freeze=[<those that never train>]. {run.save_traceback()}"
+                f"{fmt.first_names(names) or 'some'}. Type strategy.find_unused_parameters=true, "
+                f"or train.freeze=[<those that never train>]. {run.save_traceback()}"
             ) from error
-        if _ONE_VALUE in str(error):
+        if _ONE_VALUE in text:
             advice = _larger_batch(run, self.train)
-        elif _GRAPH_OF_BEFORE in str(error):
+        elif _GRAPH_OF_BEFORE in text:
             advice = "It uses a tensor of an earlier step with its graph: keep it as x.detach()."
         else:
             advice = precision_advice(Failure(error, state.plain_model, run.precision))
@@ -130,23 +135,15 @@ class TrainingErrors:
             kind = ConfigError if state.step <= start_step + 1 else errors.ModelError
             model = run.invocation.option_name("model", run.spec.model)
             when = "step" if state.model.training else "the evaluation after step"
-            text = str(error).strip().rstrip(".")
             raise kind(
                 f"model={model} fails in {when} {state.step} with precision={run.precision.name}: "
-                f"{type(error).__name__}: {text}. {advice} {run.save_traceback()}"
+                f"{type(error).__name__}: {text.strip().rstrip('.')}. {advice} "
+                f"{run.save_traceback()}"
             ) from error
         explanation = self._explain_data_error(error)
         if explanation is None:
             raise error
         raise errors.DataError(f"{explanation}\n{run.save_traceback()}".rstrip()) from error
-
-    def _unused_names(self, text: str) -> str:
-        """Return the names of the parameters whose places torch lists after a colon."""
-        named = self.state.plain_model.named_parameters()
-        trained = [name for name, p in named if p.requires_grad]
-        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-        places = [int(place) for place in listed[1].split()] if listed else []
-        return fmt.first_names([trained[place] for place in places]) or "some"
 
     def _no_gradient_reason(self) -> str:
         """Return why the loss has no gradient: found by one more forward, module by module, which
@@ -206,49 +203,31 @@ class TrainingErrors:
                 ahead = -(-PREFETCH * self.train.options.workers // run.spec.train.accumulate)
             steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
             message = _worker_message(reason, f"the train set for {steps}")
-            saved = batch_saver(run, self.train).save(step + 1, reason, count=ahead)
+            saved = save_batch(run, self.train, range(step + 1, step + 1 + ahead), reason)
             return f"{message}\n{saved}"
-        if _BAD_LABEL.search(text) or _BAD_INDEX in text:
-            if training:
-                return self._label_out_of_range(text, [step])
-            return self._evaluated_label_out_of_range(text)
-        if _DEVICE_ASSERT in text:
+        # A label or token that the model has no output or embedding for.
+        is_bad = _BAD_LABEL.search(text) or _BAD_INDEX in text
+        reason = errors.first_line(text)
+        if is_bad and not training:
+            # The sets are evaluated one after the other: the first with such a sample failed.
+            sample = ""
+            for label, loader in self.evaluated.items():
+                sample = _first_bad_sample(run, all_targets(loader), reason)
+                if sample.startswith(" Sample"):
+                    return f"In the evaluation of the {label} set: {reason}.{sample}"
+            return f"In the evaluation: {reason}.{sample}"
+        first = step
+        if not is_bad:
+            if _DEVICE_ASSERT not in text:
+                return None
             # A GPU reports it late, and the host reads records at most two blocks after the device.
             first = max(self.train.start.step + 1, step - 2 * run.spec.train.log_every)
-            return self._label_out_of_range(text, range(first, step + 1))
-        return None
-
-    def _evaluated_label_out_of_range(self, text: str) -> str:
-        """Return a message for a label or token of an evaluated set that the model has no output
-        for.
-
-        The sets are evaluated one after the other: the first with such a sample is the one that
-        failed.
-        """
-        reason = errors.first_line(text)
-        sample = ""
-        for label, loader in self.evaluated.items():
-            sample = _first_bad_sample(self.run, all_targets(loader), reason)
-            if sample.startswith(" Sample"):
-                return f"In the evaluation of the {label} set: {reason}.{sample}"
-        return f"In the evaluation: {reason}.{sample}"
-
-    def _label_out_of_range(self, text: str, steps: Sequence[int]) -> str:
-        """Return a message for a label or token that the model has no output or embedding for.
-
-        Args:
-            text: of the error.
-            steps: of the training that may hold it.
-        """
-        run = self.run
-        reason = errors.first_line(text)
-        accumulate = run.spec.train.accumulate
-        samples = [samples_of_step(self.train, accumulate, step) for step in steps]
-        where = f"step {steps[0]}" if len(steps) == 1 else f"one of steps {steps[0]} to {steps[-1]}"
+        steps = range(first, step + 1)
+        where = f"step {step}" if len(steps) == 1 else f"one of steps {first} to {step}"
+        samples = [samples_of_step(self.train, run.spec.train.accumulate, n) for n in steps]
         sample = _first_bad_sample(run, targets_of_steps(self.train, samples), reason)
         message = f"At {where}: {reason}.{sample}"
-        saved = batch_saver(run, self.train).save(steps[0], message, count=len(steps))
-        return f"{message}\n{saved}"
+        return f"{message}\n{save_batch(run, self.train, steps, message)}"
 
 
 def _larger_batch(run: RunContext, loader: DatasetLoader) -> str:
@@ -313,13 +292,6 @@ def _first_bad_sample(
     if _BAD_INDEX in reason:
         return " An embedding has no more rows than the largest number among its inputs."
     return ""
-
-
-def batch_saver(run: RunContext, loader: DatasetLoader) -> BatchSaver:
-    """Return what saves the samples of a run's steps for mode=replay."""
-    return BatchSaver(
-        run.spec, run.invocation, run.out, run.precision.name, loader, run.save_artifact
-    )
 
 
 def _requires_grad(nest: Any) -> bool:

@@ -32,8 +32,7 @@ from runner.core import (
     tensor_facts,
 )
 from runner.data.stream_loader import DatasetLoader
-from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.matrix_work import computation
+from runner.diagnostics.dtype_trace import DtypeProbe, computation
 from runner.output.plots import chart_style
 from runner.precision.conversion_proof import RAN_IN_TRAINING_REASON, watch_first_step
 from runner.training.callbacks.runner_callbacks import RunSummary
@@ -60,17 +59,17 @@ DTYPES_FILE = "dtypes.json"
 ROUNDING_COLUMN = "rounding between fused operations"
 """Column of dtypes.json in a run that compiles: eager, fused or not compiled."""
 _PROCESSES_FILE = "processes.json"
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) -> None:
     """Save in which dtypes each module stores and computes, a table on MLflow's page."""
-    conversions = {}
-    for row in report.modules:
-        conversions[row.module] = "converted" if row.is_converted else f"skipped: {row.why}"
     rows = probe.table()
+    conversions = {row.module: row for row in report.modules}
     if conversions:
-        rows = [{**row, "conversion": conversions.get(row["module"], "")} for row in rows]
+        for row in rows:
+            own = conversions.get(row["module"])
+            text = "" if own is None else f"skipped: {own.why}"
+            row["conversion"] = "converted" if own is not None and own.is_converted else text
     rounding = fused_rounding(run.spec.train)
     if rounding:
         names = {name or "(model)" for name in compiled_modules(run.spec.train, probe.model)}
@@ -106,6 +105,7 @@ class FirstStep:
             from then on.
         probe: takes the dtypes of the step.
         computation: fields of RunResult on what the step computed in, once described.
+        loads: what routers choose; the caller closes it.
     """
 
     def __init__(self, run: RunContext, state: TrainState, report: ConversionReport) -> None:
@@ -114,7 +114,7 @@ class FirstStep:
         self.computation: dict[str, Any] = {}
         self._run = run
         self._state = state
-        self._loads = ExpertLoads(state.plain_model)
+        self.loads = ExpertLoads(state.plain_model)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -137,8 +137,7 @@ class FirstStep:
 
     def describe(self) -> None:
         """Warn of what the step did not compute as asked, and save what routers chose."""
-        choices = self._loads.choices()
-        self._loads.close()
+        choices = self.loads.choices()
         # A step on the weights that training starts from: precisions have them in common.
         if choices and self._state.step == 1:
             self._run.save_json(layout.ROUTERS, choices)
@@ -198,13 +197,6 @@ def save_loss_scale(run: RunOutput, tally: RunSummary, steps: int) -> None:
     )
 
 
-def _power_of_two(scale: float) -> str:
-    """Return a power of two in plain text, as 2¹⁶: matplotlib's own labels start its parser of
-    mathematics."""
-    exponent = f"{math.log2(scale):.0f}"
-    return f"2{exponent.translate(_SUPERSCRIPTS)}"
-
-
 def draw_loss_scale(
     path: Path, scales: Sequence[tuple[int, float]], overflows: Sequence[int], last: int
 ) -> Path:
@@ -230,7 +222,8 @@ def draw_loss_scale(
         values = [scale for _, scale in scales] + [scales[-1][1]]
         axes.step(steps, values, where="post", color="#1f77b4", label="loss scale")
         axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda scale, _: _power_of_two(scale))
+        # Plain text: matplotlib's own labels start its parser of mathematics.
+        axes.yaxis.set_major_formatter(lambda scale, _: f"2^{math.log2(scale):.0f}")
         for i, step in enumerate(overflows):
             # One entry of the legend stands for all marks.
             label = None if i else "skipped step"
@@ -243,52 +236,60 @@ def draw_loss_scale(
     return path
 
 
-def save_weights(run: RunContext, state: TrainState) -> str:
-    """Write the weights alone as safetensors; packed weights stay packed.
+def wants_weights(run: RunContext, state: TrainState) -> bool:
+    """Return whether a run's keys ask for its weights in files of other libraries."""
+    checkpoint = run.spec.checkpoint
+    return checkpoint.safetensors or checkpoint.pretrained or _wants_adapter(run, state)
 
-    With train.ema the averaged weights are written, too, to `model.ema.safetensors`. All processes
-    must call it: sharded weights are gathered from each.
+
+def save_weights(run: RunContext, state: TrainState) -> list[str]:
+    """Write the weights in the files and folders that a run's keys ask for.
+
+    The safetensors file keeps packed weights packed; with train.ema the averaged weights are
+    written, too, to `model.ema.safetensors`. Folders have the weights that are evaluated.
+    All processes must call it: sharded weights are gathered from each.
 
     Returns:
-        Why a file was not written; empty where each was.
+        Why a file or folder was not written, a sentence each.
     """
-    decay = 0.0 if state.evaluated is None else state.evaluated.decay
-    # With train.ema those that train and the average; else those that are evaluated.
-    with nullcontext() if decay else state.evaluated_weights():
-        problem = _save_weights(run, state, "model.safetensors", {})
-    if not decay or problem:
-        return problem
-    with state.evaluated_weights():
-        facts = {"ema": f"{decay:g}"}
-        return _save_weights(run, state, "model.ema.safetensors", facts)
+    problem = ""
+    if run.spec.checkpoint.safetensors:
+        decay = 0.0 if state.evaluated is None else state.evaluated.decay
+        # With train.ema those that train and the average; else those that are evaluated.
+        with nullcontext() if decay else state.evaluated_weights():
+            problem = _save_weights(run, state, "model.safetensors", {})
+        if decay and not problem:
+            with state.evaluated_weights():
+                facts = {"ema": f"{decay:g}"}
+                problem = _save_weights(run, state, "model.ema.safetensors", facts)
+    problems = [problem]
+    if run.spec.checkpoint.pretrained or _wants_adapter(run, state):
+        problems.append(_save_folders(run, state))
+    return [*filter(None, problems)]
 
 
 def _save_weights(
     run: RunContext, state: TrainState, name: str, more_facts: Mapping[str, str]
 ) -> str:
     """Write the model's weights to a file; return why it was not written."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file, save_model
 
-    path = run.out / name
     facts = {"precision": run.precision.name, **more_facts}
     model = state.plain_model
     strategy = state.strategy
     gathered = strategy.full_state_dict(model) if strategy.shards else {}
     if not strategy.rank.is_main:
         return ""
-    try:
+
+    def write(path: Path) -> None:
         files.prepare_output(path)
         if gathered:
             save_file(gathered, path, facts)
         else:
             # save_file refuses tensors that share memory; save_model stores tied weights once.
             save_model(model, str(path), facts)
-    except (OSError, SafetensorError) as error:
-        reason = files.os_error_reason(error).rpartition(": ")[2]
-        return f"{fmt.relative_path(path)} was not written: {reason}."
-    run.tracker.artifact(path)
-    return ""
+
+    return _write(run, run.out / name, write)
 
 
 def save_model(run: RunContext, state: TrainState, loader: DatasetLoader) -> None:
@@ -362,22 +363,10 @@ def check_model_folders(run: RunContext, model: nn.Module) -> None:
         )
 
 
-def wants_model_folders(run: RunContext, state: TrainState) -> bool:
-    """Return whether a run's keys ask for a folder of another library."""
-    return run.spec.checkpoint.pretrained or _wants_adapter(run, state)
-
-
-def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
-    """Write the folders that the run's keys ask for, with the weights that are evaluated.
-
-    All processes must call it: sharded weights are gathered from each.
-
-    Returns:
-        Why a folder was not written, a sentence each.
-    """
+def _save_folders(run: RunContext, state: TrainState) -> str:
+    """Write the folders that the run's keys ask for; return why one was not written."""
     spec = run.spec
     model = state.plain_model
-    problem = ""
     with state.evaluated_weights():
         # Inside: the averaged weights are in the model as long as the context lasts.
         if state.strategy.shards:
@@ -386,41 +375,43 @@ def save_model_folders(run: RunContext, state: TrainState) -> list[str]:
             # With the scales of packed weights, which are neither parameters nor buffers.
             weights = dict(model.state_dict())
         if not run.strategy.rank.is_main:
-            return []
+            return ""
         if _wants_adapter(run, state):
             init = str(spec.adapter.get("init", "default"))
-            warning = _save_folder(
+            warning = _write(
                 run,
-                layout.ADAPTER_FOLDER,
+                run.out / layout.ADAPTER_FOLDER,
                 lambda folder: write_adapter(model, weights, folder, spec.model, init),
+                layout.ADAPTER_FOLDER,
             )
             # Nobody has to have asked for it, so a run does not fail for the lack of it.
             if warning:
                 run.say(f"warning: {warning}")
-        if spec.checkpoint.pretrained:
-            named = (spec.data.get("tokenizer"), spec.model.get("path"))
-            beside = [Path(text) for text in named if isinstance(text, str) and Path(text).is_dir()]
+        if not spec.checkpoint.pretrained:
+            return ""
+        named = (spec.data.get("tokenizer"), spec.model.get("path"))
+        beside = [Path(text) for text in named if isinstance(text, str) and Path(text).is_dir()]
 
-            def write(folder: Path) -> None:
-                said = write_pretrained(model, weights, folder, spec.model, beside)
-                run.say(f"from_pretrained loads {fmt.relative_path(folder)} ({said})")
+        def write(folder: Path) -> None:
+            said = write_pretrained(model, weights, folder, spec.model, beside)
+            run.say(f"from_pretrained loads {fmt.relative_path(folder)} ({said})")
 
-            problem = _save_folder(run, layout.PRETRAINED_FOLDER, write)
-    return [problem] if problem else []
+        name = layout.PRETRAINED_FOLDER
+        return _write(run, run.out / name, write, name)
 
 
-def _save_folder(run: RunContext, name: str, write: Callable[[Path], object]) -> str:
-    """Write a folder and upload it; return why it was not written."""
+def _write(run: RunContext, path: Path, write: Callable[[Path], object], folder: str = "") -> str:
+    """Write a file or folder of weights and upload it; return why it was not written."""
     from safetensors import SafetensorError
 
-    folder = run.out / name
     try:
-        write(folder)
+        write(path)
     except (OSError, ValueError, SafetensorError) as error:
         # An unfinished folder would be taken for a whole one.
-        rmtree(folder, ignore_errors=True)
-        return f"{fmt.relative_path(folder)} was not written: {files.os_error_reason(error)}."
-    run.tracker.artifact(folder, name)
+        rmtree(path, ignore_errors=True)
+        reason = files.os_error_reason(error).rpartition(": ")[2]
+        return f"{fmt.relative_path(path)} was not written: {reason}."
+    run.tracker.artifact(path, folder)
     return ""
 
 

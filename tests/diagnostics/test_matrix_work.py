@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 from runner.config.messages import CPU_CASTS
-from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.matrix_work import computation
+from runner.diagnostics.dtype_trace import DtypeProbe, computation
 from runner.precision import precision
 
 

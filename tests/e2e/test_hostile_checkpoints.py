@@ -38,7 +38,7 @@ CALLS = {
     "pathlib.Path.touch": {"self": CANARY},
     "runner.core.config.targets.instantiate": {"node": {"_target_": "os.mkdir", "path": CANARY}},
     "runner.core.config.targets.locate": {"path": "antigravity.geohash"},
-    "runner.modes.resume.Path": {},
+    "runner.modes.saved_run.Path": {},
     "runner.models.mlp.torch.save": {"obj": 1, "f": CANARY},
     "torch.save": {"obj": 1, "f": CANARY},
     "torch.hub.load": {"repo_or_dir": "a/b", "model": "c"},

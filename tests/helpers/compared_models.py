@@ -15,8 +15,8 @@ from runner.core.config.schema import RunSpec
 from runner.core.loop.batch_layout import KeywordInputs
 from runner.core.run.run_context import TrainingSetup
 from runner.diagnostics.divergence.compare import compare_batch
-from runner.diagnostics.divergence.divergence_report import DivergenceReport, StepComparison
-from runner.diagnostics.divergence.roundoffs import Execution
+from runner.diagnostics.divergence.divergence_report import DivergenceReport
+from runner.diagnostics.divergence.substitution import Execution
 from runner.precision.registry import load_precision
 from runner.training.setup import build_state
 from runner.training.tasks.classification import Classification
@@ -179,4 +179,4 @@ def compare(made, precision, plant=None, **options):
 
 def sentence(found, precision="one", against="other"):
     """Return the sentence of a report on one step."""
-    return DivergenceReport(precision, against, [StepComparison(1, found, None)]).sentence
+    return DivergenceReport(precision, against, [found]).sentence

@@ -195,7 +195,7 @@ def _task_loss(
     if task.whole_batch and size is not None and state.strategy.rank.world_size > 1:
         output, target = join_batch(state, output, target, size)
     # The names and the kinds of what a task returns are checked with the first batch and in the
-    # first step, see modes/task_checks.py.
+    # first step, see diagnostics/data_checks.py.
     returned = task.loss(output, target)
     loss, terms = returned if isinstance(returned, tuple) else (returned, {})
     # What has no gradient is no part of a loss that is minimised, but a value to look at.

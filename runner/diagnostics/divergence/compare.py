@@ -8,30 +8,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import Batch, Precision, backpropagate, loss_of, module_tree
+from runner.core import Batch, Precision, backpropagate, loss_of, module_tape, module_tree
 from runner.diagnostics.divergence.boundaries import (
+    WRITTEN,
     Boundary,
     FunctionListener,
     comparable_modules,
     functions_are_seen,
+    is_choice_of_experts,
     visited_modules,
 )
 from runner.diagnostics.divergence.findings import (
     ModuleErrors,
-    build_network,
+    Network,
     first_divergence,
     module_errors,
-)
-from runner.diagnostics.divergence.passes import (
-    Arrival,
-    ComparingVisitor,
-    PassErrors,
-    Substitution,
-    other_weights,
-    pass_errors,
 )
 from runner.diagnostics.divergence.reference import (
     NarrowCode,
@@ -40,14 +34,24 @@ from runner.diagnostics.divergence.reference import (
     Reference,
     set_generator_states,
 )
-from runner.diagnostics.divergence.roundoffs import (
+from runner.diagnostics.divergence.substitution import (
     Execution,
+    PassErrors,
     Perturber,
+    Substitution,
     find_roundoffs,
     narrow_dtype,
+    other_weights,
+    state_errors,
 )
-from runner.diagnostics.divergence.tensor_error import TensorError, measure_error
+from runner.diagnostics.divergence.tensor_error import (
+    LogProbabilityError,
+    TensorError,
+    log_probability_error,
+    measure_error,
+)
 from runner.precision.layers.expert_weight import ExpertWeight
+from runner.precision.layers.experts import stack_names
 from runner.training.own_state import saved_state
 
 _KINK_PEAK = 0.05
@@ -62,13 +66,15 @@ class BatchComparison:
     """Two executions on one batch.
 
     Attributes:
+        step: number of the optimizer step whose forward and backward were compared.
         rows: a row for every module that computes something, in the order of the forward.
         losses: of the reference, and of the other execution.
         output_error: largest relative error of the model's outputs in a free execution; NaN where
             all are 0 in both.
         gradient_error: relative error of all parameters' gradients together, in a free execution;
             NaN likewise.
-        outputs: what the model returned in each; None where it is no floating tensor.
+        log_probabilities: how far apart those of the targets are; None where the task predicts no
+            class.
         scale: loss scale of the other execution.
         is_exact: whether both computed the same bits when they ran freely.
         same_format: whether both compute in the same precision.
@@ -79,11 +85,12 @@ class BatchComparison:
         other_weights: modules whose parameters differ by more than their formats' rounding.
     """
 
+    step: int
     rows: list[ModuleErrors]
     losses: tuple[float, float]
     output_error: float
     gradient_error: float
-    outputs: tuple[Tensor, Tensor] | None
+    log_probabilities: LogProbabilityError | None
     scale: float
     is_exact: bool
     same_format: bool
@@ -93,12 +100,48 @@ class BatchComparison:
 
 
 class _Pass(NamedTuple):
-    """What every pass over a model begins with: the batch, the states of the random generators, and
-    the names of the modules whose boundaries are visited."""
+    """What every pass over a model begins with.
 
+    Attributes:
+        execution: whose model computes; its buffers and its gradients are left as they were.
+        batch: inputs and target on the device.
+        generators: states that the random generators begin with.
+        names: of the modules whose boundaries are visited; None for all whose calls can be seen.
+    """
+
+    execution: Execution
     batch: Batch
     generators: list[Tensor]
-    names: Collection[str]
+    names: Collection[str] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model."""
+        return self.execution.state.plain_model
+
+    def loss(self) -> Tensor:
+        """Return the loss of the batch."""
+        return loss_of(self.execution.state, *self.batch)
+
+    def backpropagate(self, loss: Tensor) -> None:
+        """Compute the gradients of the loss at the execution's loss scale."""
+        backpropagate(self.execution.state, loss * self.execution.scale)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Return the context of one forward and backward in training mode, from no gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        set_generator_states(self.generators, self.execution.device)
+        module_tree.set_training(self.model)
+        with self.execution.precision.session(self.model, self.execution.device):
+            yield
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Return the context of one forward and backward, which leaves the model as it was."""
+        with saved_state(self.execution.state), self.computing():
+            yield
 
 
 def record_reference(
@@ -109,15 +152,12 @@ def record_reference(
 ) -> Reference:
     """Run the forward and backward of a batch, and record what crosses the modules' boundaries.
 
-    Args:
-        execution: whose model computes; its buffers and its gradients are left as they were.
-        batch: inputs and target on the device.
-        generators: states that the random generators begin with.
-        names: of the modules; None for all whose calls can be seen.
+    See _Pass for the arguments.
     """
-    model = execution.state.plain_model
-    names = comparable_modules(model) if names is None else names
-    scale = execution.scale
+    one = _Pass(execution, batch, generators, names)
+    model = one.model
+    if names is None:
+        names = comparable_modules(model)
     # Copies at once where a module says that it overwrites its input, else where one does.
     overwrites = any(getattr(module, "inplace", False) for module in model.modules())
     for copies in (overwrites, True):
@@ -125,12 +165,12 @@ def record_reference(
         narrow_code = NarrowCode(narrow_dtype(execution.precision))
         if functions_are_seen(model):
             recorder.reference.narrow_code = narrow_code
-        with _trial_run(execution, generators):
+        with one.trial():
             with visited_modules(model, names, recorder, narrow_code) as calls:
-                loss = calls.cross_loss(loss_of(execution.state, *batch))
-            backpropagate(execution.state, loss * scale)
+                loss = calls.cross_loss(one.loss())
+            one.backpropagate(loss)
             try:
-                return recorder.finish(model, loss, scale)
+                return recorder.finish(model, loss, execution.scale)
             except Overwritten:
                 continue
     raise AssertionError("copies are not overwritten")
@@ -152,65 +192,124 @@ def compare_batch(
         generators: states that the random generators begin with.
         recorded: a reference of elsewhere; None records it here.
     """
-    names = comparable_modules(execution.state.plain_model)
-    names &= comparable_modules(reference_execution.state.plain_model)
-    first, second = (_Pass(batch, generators, names) for batch in batches)
-    execution = _with_settled_scale(execution, second)
-    reference_execution = _with_settled_scale(reference_execution, first)
-    if reference_execution.precision.name != execution.precision.name:
-        _settle_own_scales(execution, second)
-        _settle_own_scales(reference_execution, first)
-    reference = recorded or record_reference(reference_execution, batches[0], generators, names)
-    arrival = Arrival(reference, execution)
-    narrow_code = NarrowCode(narrow_dtype(execution.precision))
-    free, loss = _run(arrival, second, narrow_code)
-    # Nothing is noted where functions are not seen.
-    noted = narrow_code if functions_are_seen(execution.state.plain_model) else None
-    roundoffs = find_roundoffs(reference_execution, execution, reference, arrival.dtypes, noted)
-    copies = reference.writes_in_place or arrival.writes_in_place
-    added, _ = _run(Substitution(reference, execution, copies), second)
-    network = build_network(execution, reference, arrival, added, roundoffs)
+    model = execution.state.plain_model
+    reference_model = reference_execution.state.plain_model
+    names = comparable_modules(model) & comparable_modules(reference_model)
+    first = _with_settled_scale(_Pass(reference_execution, batches[0], generators, names))
+    second = _with_settled_scale(_Pass(execution, batches[1], generators, names))
+    same_format = reference_execution.precision.name == execution.precision.name
+    if not same_format:
+        _settle_own_scales(second)
+        _settle_own_scales(first)
+    reference = recorded or record_reference(*first)
+    free = record_reference(*second)
+    free_errors = PassErrors(
+        _tensor_errors(free.values, reference.values),
+        _tensor_errors(free.gradients, reference.gradients),
+        *state_errors(model, reference, free.parameter_gradients, free.buffers),
+    )
+    roundoffs = find_roundoffs(first.execution, second.execution, reference, free)
+    copies = reference.writes_in_place or free.writes_in_place
+    added = _added_errors(second, reference, copies)
+    network = Network(second.execution, reference, free, added, roundoffs)
     rows: list[ModuleErrors] = []
     explained = PassErrors({}, {}, {}, {})
     # What rounding explains is measured in the reference's own execution.
     for draw in range(_KINK_DRAWS):
-        perturber = Perturber(roundoffs, reference, reference_execution.device, draw)
-        visitor = Substitution(reference, reference_execution, copies, perturber)
-        with perturber.perturbed_parameters(reference_execution.state.plain_model):
-            drawn, _ = _run(visitor, first)
-        explained = explained.larger(drawn)
-        rows = module_errors(network, free, added, explained)
+        perturber = Perturber(roundoffs, reference, first.execution.device, draw)
+        with perturber.perturbed_parameters(reference_model):
+            explained = explained.larger(_added_errors(first, reference, copies, perturber))
+        rows = module_errors(network, free_errors, added, explained)
         divergence = first_divergence(rows)
         if divergence is None or divergence.added.found.peak < _KINK_PEAK:
             break
-    rows = _with_operation(rows, (reference_execution, execution), reference, (first, second))
-    outputs = arrival.outputs
-    output_errors = [free.forward[b] for b in outputs if b in free.forward]
-    # In the order of the reference.
-    counts = Counter(module for module, _ in arrival.calls)
-    expected = Counter(module for module, _ in reference.generators)
-    calls = {name: (counts[name], expected[name]) for name in {**expected, **counts}}
-    every_error = [error for errors in free for error in errors.values()]
+    rows = _with_operation(rows, (first, second), reference)
+    own = module_tape.ROOT
+    outputs = [b for b in free_errors.forward if b.module == own and b.side == "out"]
+    output_errors = [free_errors.forward[boundary] for boundary in outputs]
+    every_error = [error for errors in free_errors for error in errors.values()]
     return BatchComparison(
+        reference_execution.state.step + 1,
         rows,
-        (reference.loss, loss),
+        (reference.loss, free.loss),
         max((one.relative for one in output_errors if one.norm or one.error), default=math.nan),
-        _joined_error([*free.gradients.values()]),
-        _logits(reference, outputs),
-        execution.scale,
+        _joined_error([*free_errors.gradients.values()]),
+        _log_probabilities(second, reference, free, outputs),
+        second.execution.scale,
         not any(error.error or error.nonfinite for error in every_error),
-        reference_execution.precision.name == execution.precision.name,
-        arrival.flips,
-        {name: pair for name, pair in calls.items() if pair[0] != pair[1]},
-        other_weights(execution.state.plain_model, reference_execution.state.plain_model),
+        same_format,
+        _flips(model, reference, free),
+        _uneven_calls(reference, free),
+        other_weights(model, reference_model),
     )
 
 
-def _with_operation(
-    rows: list[ModuleErrors],
-    executions: tuple[Execution, Execution],
+def _tensor_errors(
+    tensors: Mapping[Boundary, Tensor], expected: Mapping[Boundary, Tensor]
+) -> dict[Boundary, TensorError]:
+    """Return the errors of the tensors, or of the gradients, of a free execution."""
+    errors = {}
+    # What modules only pass on in both executions is measured once.
+    measured: dict[tuple[int, int], TensorError] = {}
+    for boundary, other in expected.items():
+        tensor = tensors.get(boundary)
+        if tensor is None and boundary.side == WRITTEN:
+            # The reference alone writes into this input.
+            tensor = tensors.get(boundary._replace(side="in"))
+        if tensor is not None:
+            pair = (id(tensor), id(other))
+            if pair not in measured:
+                measured[pair] = measure_error(tensor, other)
+            errors[boundary] = measured[pair]
+    return errors
+
+
+def _uneven_calls(reference: Reference, free: Reference) -> dict[str, tuple[int, int]]:
+    """Return how often both call a module where that is not the same, in the reference's order."""
+    counts = Counter(module for module, _ in free.generators)
+    expected = Counter(module for module, _ in reference.generators)
+    calls = {name: (counts[name], expected[name]) for name in {**expected, **counts}}
+    return {name: pair for name, pair in calls.items() if pair[0] != pair[1]}
+
+
+def _flips(model: nn.Module, reference: Reference, free: Reference) -> dict[str, float]:
+    """Return by layer of experts, in its first call, the share of the tokens that go to other
+    experts in a free execution than in the reference."""
+    layers = {name.rpartition(".")[0] or module_tape.ROOT for name in stack_names(model)}
+    flips = {}
+    for boundary, chosen in free.values.items():
+        expected = reference.values.get(boundary)
+        if expected is None or boundary.module not in layers or boundary.call > 0:
+            continue
+        if is_choice_of_experts(boundary, chosen) and chosen.shape == expected.shape:
+            # A set of experts: their order changes nothing.
+            flipped = chosen.sort(-1).values != expected.sort(-1).values
+            flips[boundary.module] = flipped.any(-1).float().mean().item()
+    return flips
+
+
+def _added_errors(
+    one: _Pass,
     reference: Reference,
-    passes: tuple[_Pass, _Pass],
+    copies: bool,
+    perturber: Perturber | None = None,
+    listeners: Sequence[FunctionListener] = (),
+) -> PassErrors:
+    """Return the errors of what each module computes from the reference's tensors; see
+    Substitution for the arguments."""
+    execution, model = one.execution, one.model
+    visitor = Substitution(reference, execution, copies, perturber)
+    with one.trial():
+        with visited_modules(model, one.names or (), visitor, *listeners) as calls:
+            calls.cross_loss(one.loss())
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        buffers = dict(model.named_buffers())
+        state = state_errors(model, reference, gradients, buffers, execution.scale)
+        return PassErrors(visitor.forward, visitor.backward, *state)
+
+
+def _with_operation(
+    rows: list[ModuleErrors], passes: tuple[_Pass, _Pass], reference: Reference
 ) -> list[ModuleErrors]:
     """Return the rows with the operation in which the first divergence begins, where that is in
     the forward of a module's own code: both executions run once more for it."""
@@ -218,12 +317,21 @@ def _with_operation(
     if first is None or first.is_backward:
         return rows
     module = first.row.module
-    traces = []
-    for execution, one in zip(executions, passes, strict=True):
-        trace: list[tuple[str, Tensor]] = []
-        _run(Substitution(reference, execution, copies=True), one, partial(_record, module, trace))
-        traces.append(trace)
-    name = _first_different_operation(traces[1], traces[0], first.added.found.relative)
+    traces: list[list[tuple[str, Tensor]]] = []
+    for one in passes:
+        traces.append([])
+        listener = partial(_record, module, traces[-1])
+        _added_errors(one, reference, copies=True, listeners=[listener])
+    name = ""
+    error = first.added.found.relative
+    for (operation, expected), (other, result) in zip(*traces, strict=False):
+        if operation != other or result.shape != expected.shape:
+            break  # the two run other operations
+        measured = measure_error(result, expected)
+        # The first one that is not finite where the reference is, or off by half the error.
+        if measured.nonfinite or measured.relative > error / 2 > 0:
+            name = operation
+            break
     added = replace(first.added, operation=name)
     return [replace(row, added=added) if row.module == module else row for row in rows]
 
@@ -239,85 +347,29 @@ def _record(
                 trace.append((name, leaf.detach()))
 
 
-def _first_different_operation(
-    operations: Sequence[tuple[str, Tensor]], reference: Sequence[tuple[str, Tensor]], error: float
-) -> str:
-    """Return the name of the operation in which two executions of a module's code part.
-
-    Args:
-        operations: of the execution.
-        reference: of the reference.
-        error: relative error of the module's result.
-
-    Returns:
-        The first operation whose result is not finite where the reference's is, or is off by half
-        the module's error; empty where there is none, or the two run other operations.
-    """
-    for (name, result), (other, expected) in zip(operations, reference, strict=False):
-        if name != other or result.shape != expected.shape:
-            return ""
-        measured = measure_error(result, expected)
-        if measured.nonfinite or measured.relative > error / 2 > 0:
-            return name
-    return ""
-
-
-def _run(
-    visitor: ComparingVisitor, one: _Pass, *listeners: FunctionListener
-) -> tuple[PassErrors, float]:
-    """Run a batch past a visitor; return all errors, and the loss."""
-    execution = visitor.execution
-    model = execution.state.plain_model
-    with _trial_run(execution, one.generators):
-        with visited_modules(model, one.names, visitor, *listeners) as calls:
-            loss = calls.cross_loss(loss_of(execution.state, *one.batch))
-        # A substitution computes the backward of each call at the call's end.
-        if isinstance(visitor, Arrival):
-            backpropagate(execution.state, loss * execution.scale)
-        return pass_errors(visitor), loss.item()
-
-
-@contextmanager
-def _trial_run(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
-    """Return the context of one forward and backward, which leaves the model as it was."""
-    with saved_state(execution.state), _computing(execution, generators):
-        yield
-
-
-@contextmanager
-def _computing(execution: Execution, generators: list[Tensor]) -> Iterator[None]:
-    """Return the context of one forward and backward in training mode, from no gradients."""
-    model = execution.state.plain_model
-    for parameter in model.parameters():
-        parameter.grad = None
-    set_generator_states(generators, execution.device)
-    module_tree.set_training(model)
-    with execution.precision.session(model, execution.device):
-        yield
-
-
-def _settle_own_scales(execution: Execution, one: _Pass) -> None:
+def _settle_own_scales(one: _Pass) -> None:
     """Let a precision that scales by past steps, and has seen none, see the batch once: its first
     scales of 1 would lose what later ones keep."""
-    precision, state = execution.precision, execution.state
+    precision = one.execution.precision
     has_state = type(precision).state_dict is not Precision.state_dict
-    if has_state and not precision.state_dict(state.plain_model):
-        with _computing(execution, one.generators):
-            backpropagate(state, loss_of(state, *one.batch) * execution.scale)
+    if has_state and not precision.state_dict(one.model):
+        with one.computing():
+            one.backpropagate(one.loss())
 
 
-def _with_settled_scale(execution: Execution, one: _Pass) -> Execution:
-    """Return the execution at a loss scale at which no gradient overflows, as a run's loss scale
-    is after its first steps; at its own, where none does."""
-    state, settled = execution.state, execution
-    while settled.scale > 1.0:
-        with _trial_run(settled, one.generators):
-            backpropagate(state, loss_of(state, *one.batch) * settled.scale)
-            gradients = [p.grad for p in state.plain_model.parameters() if p.grad is not None]
+def _with_settled_scale(one: _Pass) -> _Pass:
+    """Return the pass at a loss scale at which no gradient overflows, as a run's loss scale is
+    after its first steps; at its own, where none does."""
+    settled = one
+    while settled.execution.scale > 1.0:
+        with settled.trial():
+            settled.backpropagate(settled.loss())
+            gradients = [p.grad for p in one.model.parameters() if p.grad is not None]
             if all(gradient.isfinite().all() for gradient in gradients):
                 return settled
-        settled = replace(settled, scale=settled.scale / 2)
-    return execution
+        execution = settled.execution
+        settled = settled._replace(execution=replace(execution, scale=execution.scale / 2))
+    return one
 
 
 def _joined_error(errors: Sequence[TensorError]) -> float:
@@ -327,13 +379,14 @@ def _joined_error(errors: Sequence[TensorError]) -> float:
     return error / norm if norm else math.nan
 
 
-def _logits(
-    reference: Reference, outputs: Mapping[Boundary, Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    """Return the first output of more than one dimension in both executions: a model that returns
-    its loss returns that first."""
-    for boundary, output in outputs.items():
-        expected = reference.values.get(boundary)
-        if expected is not None and expected.ndim > 1 and expected.is_floating_point():
-            return expected, output
+def _log_probabilities(
+    one: _Pass, reference: Reference, free: Reference, outputs: Sequence[Boundary]
+) -> LogProbabilityError | None:
+    """Return how far apart the targets' log-probabilities are, by the first output of more than
+    one dimension: a model that returns its loss returns that first."""
+    for boundary in outputs:
+        expected = reference.values[boundary]
+        if expected.ndim > 1 and expected.is_floating_point():
+            logits = (expected, free.values[boundary])
+            return log_probability_error(one.execution.state.task, logits, one.batch[1])
     return None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from runner.core import files, fmt
 from runner.diagnostics.divergence.boundaries import LOSS
 from runner.diagnostics.divergence.compare import BatchComparison
@@ -21,11 +23,12 @@ from runner.diagnostics.divergence.findings import (
     ModuleErrors,
     first_divergence,
 )
-from runner.diagnostics.divergence.tensor_error import LogProbabilityError
+from runner.diagnostics.numerics.numerics_page import ROW_HEIGHT_INCHES, draw_heat_map
 from runner.output.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
 from runner.output.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MIN_SUBNORMAL_SHARE = 0.01
@@ -40,21 +43,6 @@ _LISTED = 4
 
 
 @dataclass(frozen=True)
-class StepComparison:
-    """Two executions in one step.
-
-    Attributes:
-        step: number of the optimizer step whose forward and backward were compared.
-        batch: what was found.
-        log_probabilities: None where the task predicts no class.
-    """
-
-    step: int
-    batch: BatchComparison
-    log_probabilities: LogProbabilityError | None
-
-
-@dataclass(frozen=True)
 class DivergenceReport:
     """What mode=diff found.
 
@@ -66,28 +54,28 @@ class DivergenceReport:
 
     name: str
     against: str
-    steps: Sequence[StepComparison]
+    steps: Sequence[BatchComparison]
 
     @property
-    def chosen(self) -> StepComparison:
+    def chosen(self) -> BatchComparison:
         """Return the first step in which the executions part; else the first that compares the most
         modules, of those in which they differ, if any."""
 
-        def rank(step: StepComparison) -> tuple[bool, int]:
-            return step.batch.is_exact, sum(bool(row.uncompared) for row in step.batch.rows)
+        def rank(step: BatchComparison) -> tuple[bool, int]:
+            return step.is_exact, sum(bool(row.uncompared) for row in step.rows)
 
-        parted = (step for step in self.steps if first_divergence(step.batch.rows))
+        parted = (step for step in self.steps if first_divergence(step.rows))
         return next(parted, min(self.steps, key=rank))
 
     @property
     def divergence(self) -> Divergence | None:
         """Return where the executions part first; None where rounding explains everything."""
-        return first_divergence(self.chosen.batch.rows)
+        return first_divergence(self.chosen.rows)
 
     @property
     def sentence(self) -> str:
         """Return the sentence that says what was found."""
-        batch = self.chosen.batch
+        batch = self.chosen
         missing = describe_uncompared(self.steps)
         text = describe_divergence(batch, self.name, self.against, missing) + _remarks(batch)
         if missing:
@@ -124,19 +112,18 @@ def _remarks(batch: BatchComparison) -> str:
     return text
 
 
-def metrics(step: StepComparison) -> dict[str, float]:
+def metrics(step: BatchComparison) -> dict[str, float]:
     """Return the numbers of a step under the names that the store has."""
-    batch = step.batch
-    reference, loss = batch.losses
+    reference, loss = step.losses
     values = {
         "diff/loss": loss,
         "diff/loss_reference": reference,
-        "diff/output_error": batch.output_error,
-        "diff/gradient_error": batch.gradient_error,
-        "diff/unexplained_modules": float(len(unexplained(batch.rows))),
+        "diff/output_error": step.output_error,
+        "diff/gradient_error": step.gradient_error,
+        "diff/unexplained_modules": float(len(unexplained(step.rows))),
     }
-    if batch.flips:
-        values["diff/flips"] = max(batch.flips.values())
+    if step.flips:
+        values["diff/flips"] = max(step.flips.values())
     if step.log_probabilities is not None:
         values["diff/log_probability_rms"] = step.log_probabilities.rms
         values["diff/argmax_changed"] = step.log_probabilities.changed
@@ -152,19 +139,19 @@ def unexplained(rows: Sequence[ModuleErrors]) -> list[ModuleErrors]:
     ]
 
 
-def uncompared(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
+def uncompared(steps: Sequence[BatchComparison]) -> dict[str, list[str]]:
     """Return the modules whose "output", and those whose "backward", no step compares."""
     left = {}
     for what in ("output", "backward"):
-        by_step = [[row.module for row in s.batch.rows if what in row.uncompared] for s in steps]
+        by_step = [[row.module for row in s.rows if what in row.uncompared] for s in steps]
         # In the order of the forward.
         left[what] = [name for name in by_step[0] if all(name in names for names in by_step)]
     return left
 
 
-def describe_uncompared(steps: Sequence[StepComparison]) -> str:
+def describe_uncompared(steps: Sequence[BatchComparison]) -> str:
     """Return what no step compares as a clause; empty where there is nothing."""
-    rows = steps[0].batch.rows
+    rows = steps[0].rows
     parts = []
     for what, names in uncompared(steps).items():
         if names:
@@ -184,7 +171,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
     steps = []
     for step in report.steps:
         modules = []
-        for row in step.batch.rows:
+        for row in step.rows:
             record = {
                 "module": row.module,
                 "class": row.kind,
@@ -197,7 +184,7 @@ def write_json_report(report: DivergenceReport, path: Path) -> None:
             }
             modules.append(record)
         numbers = {name: _number(value) for name, value in metrics(step).items()}
-        scale = {"step": step.step, "loss_scale": step.batch.scale, "flips": step.batch.flips}
+        scale = {"step": step.step, "loss_scale": step.scale, "flips": step.flips}
         steps.append({**scale, **numbers, "modules": modules})
     content = {
         "format": FORMAT,
@@ -352,7 +339,6 @@ MAX_ROWS = 40
 """Modules in the table: those that add the most."""
 MAX_NAMES = 60
 """Rows of a chart that are high enough for a name; of more modules every n-th has one."""
-ROW_HEIGHT_INCHES = 0.18
 
 
 def write_page(report: DivergenceReport, path: Path) -> None:
@@ -361,13 +347,13 @@ def write_page(report: DivergenceReport, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    batch = report.chosen.batch
+    batch = report.chosen
     blocks: list[Block] = [Text(report.sentence.replace("`", ""), "answer"), Items(_facts(report))]
     blocks.append(Heading("Error along the network"))
     forward = [(row.module, row.added, row.arrived) for row in batch.rows]
     backward = [(row.module, row.gradient_added, row.gradient_arrived) for row in batch.rows]
-    figures = [draw_pass("forward", forward), draw_pass("backward", backward)]
-    blocks.append(Charts([svg_element(figure) for figure in figures]))
+    passes = {"forward": forward, "backward": backward}
+    blocks.append(Charts([svg_element(draw_pass(name, rows)) for name, rows in passes.items()]))
     if len(report.steps) > 1:
         chart = svg_element(draw_steps(report.steps))
         blocks += [Heading("Error over the steps"), Charts([chart])]
@@ -411,19 +397,19 @@ _EXPLANATIONS = (
 def _facts(report: DivergenceReport) -> list[tuple[str, str]]:
     """Return the numbers of the step that the page shows."""
     step = report.chosen
-    reference, loss = step.batch.losses
+    reference, loss = step.losses
     facts = [
         ("step", str(step.step)),
         ("loss", f"{fmt.format_number(loss)}, in {report.against} {fmt.format_number(reference)}"),
-        ("model's output", f"differs by {format_relative(step.batch.output_error)}"),
-        ("gradients together", f"differ by {format_relative(step.batch.gradient_error)}"),
+        ("model's output", f"differs by {format_relative(step.output_error)}"),
+        ("gradients together", f"differ by {format_relative(step.gradient_error)}"),
     ]
     if step.log_probabilities is not None:
         rms, changed = step.log_probabilities
         text = f"differ by {fmt.format_number(rms)} nats (rms); another class is first for "
         facts.append(("log-probabilities of the targets", text + fmt.format_share(changed)))
-    if step.batch.scale != 1.0:
-        facts.append(("loss scale", fmt.format_number(step.batch.scale)))
+    if step.scale != 1.0:
+        facts.append(("loss scale", fmt.format_number(step.scale)))
     return facts
 
 
@@ -432,21 +418,15 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
         *("module", "tensor"),
         *("came in", "added", "explained", "times", "ulps", "SQNR dB", "differ"),
     ]
-    errors = []
-    for row in rows:
-        for added, arrived in (
-            (row.added, row.arrived),
-            (row.gradient_added, row.gradient_arrived),
-        ):
-            if added is not None and added.found.relative != 0.0:
-                errors.append((row, added, arrived))
-    errors.sort(key=lambda one: (-one[1].is_unexplained, -one[1].ratio))
+    errors = [(row, row.added, row.arrived) for row in rows]
+    errors += [(row, row.gradient_added, row.gradient_arrived) for row in rows]
     lines = []
-    for row, added, arrived in errors[:MAX_ROWS]:
+    for row, added, arrived in errors:
+        if added is None or added.found.relative == 0.0:
+            continue
         error = added.found
         is_known = added.is_unexplained and added.is_known_sum
         tone: Tone = "bad" if added.is_unexplained and not is_known else ""
-        ulps = float(f"{added.ulps:.2g}")
         line = [
             Cell(row.module, tone, row.kind),
             Cell(added.tensor, note=f"{added.dtype}, {KNOWN_SUM}" if is_known else added.dtype),
@@ -454,12 +434,13 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
             Cell(format_relative(error.relative)),
             Cell(format_relative(added.expected)),
             Cell(fmt.format_number(added.ratio), tone),
-            Cell(f"{ulps:,.10g}"),
+            Cell(f"{float(f'{added.ulps:.2g}'):,.10g}"),
             Cell(f"{error.sqnr_db:.0f}" if math.isfinite(error.sqnr_db) else "exact"),
             Cell(fmt.format_share(error.share(error.different))),
         ]
-        lines.append(line)
-    return Table(head, lines, frozenset(range(2)))
+        lines.append((-added.is_unexplained, -added.ratio, line))
+    lines.sort(key=lambda one: one[:2])
+    return Table(head, [line for *_, line in lines[:MAX_ROWS]], frozenset(range(2)))
 
 
 def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]]) -> "Figure":
@@ -469,32 +450,28 @@ def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]])
         name: of the pass, forward or backward.
         errors: module, the error that it adds, and the relative error of what comes in.
     """
-    from matplotlib.figure import Figure
-
-    values, explained, colours = [], [], []
-    for _, added, _ in errors:
-        values.append(added.found.relative if added else math.nan)
-        explained.append(added.expected * added.largest_ratio if added else math.nan)
-        colours.append("#D55E00" if added and added.is_unexplained else "#009E73")
     rows = range(len(errors))
+    wrong: list[float] = []
+    right: list[float] = []
+    explained: list[float] = []
+    for _, added, _ in errors:
+        relative = added.found.relative if added else 0.0
+        is_unexplained = added is not None and added.is_unexplained
+        wrong.append(relative if is_unexplained else 0.0)
+        right.append(0.0 if is_unexplained else relative)
+        explained.append(added.expected * added.largest_ratio if added else 0.0)
     with chart_style():
-        height = 1.3 + ROW_HEIGHT_INCHES * min(len(errors), MAX_NAMES)
-        figure = Figure(figsize=(CHART_WIDTH_INCHES, height), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = _figure(min(len(errors), MAX_NAMES))
         axes.set_xscale("log")
         axes.locator_params(axis="x", numticks=3)
         axes.xaxis.set_major_formatter("{x:g}")
-        arrived = _drawable([relative for *_, relative in errors])
-        axes.plot(arrived, rows, ".", ms=4, color="#999999")
-        axes.plot(_drawable(explained), rows, "|", ms=8, mew=1.5, color="#0072B2")
-        axes.scatter(_drawable(values), rows, s=16, c=colours, zorder=3)
-        for label, mark, colour in (
-            ("came in", ".", "#999999"),
-            ("added", "o", "#009E73"),
-            ("most that rounding explains", "|", "#0072B2"),
-            ("added, unexplained", "o", "#D55E00"),
+        for label, values, mark, size, colour in (
+            ("came in", [relative for *_, relative in errors], ".", 4, "#999999"),
+            ("added", right, "o", 4, "#009E73"),
+            ("most that rounding explains", explained, "|", 8, "#0072B2"),
+            ("added, unexplained", wrong, "o", 4, "#D55E00"),
         ):
-            axes.plot([], [], mark, color=colour, label=label)
+            axes.plot(_drawable(values), rows, mark, ms=size, mew=1.5, color=colour, label=label)
         figure.legend(loc="outside upper left", ncols=2, frameon=False, handlelength=1)
         places = rows[:: math.ceil(len(errors) / MAX_NAMES) or 1]
         names = [module_label(errors[place][0]) for place in places]
@@ -504,42 +481,41 @@ def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]])
     return figure
 
 
+def _figure(rows: int) -> tuple["Figure", "Axes"]:
+    """Return a figure that is high enough for so many names of modules, and its axes."""
+    from matplotlib.figure import Figure
+
+    size = (CHART_WIDTH_INCHES, 1.3 + ROW_HEIGHT_INCHES * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
 def _drawable(values: Sequence[float]) -> list[float]:
     """Return values for a logarithmic axis: NaN in place of 0 and infinity."""
     return [value if 0 < value < math.inf else math.nan for value in values]
 
 
-def draw_steps(steps: Sequence[StepComparison]) -> "Figure":
+def draw_steps(steps: Sequence[BatchComparison]) -> "Figure":
     """Draw a heat map of the errors added: a row for each module that adds one, a column for each
     step."""
-    import numpy as np
-    from matplotlib.figure import Figure
+    from matplotlib.colors import LogNorm
 
     by_step = [
-        {row.module: row.added.found.relative for row in step.batch.rows if row.added is not None}
+        {row.module: row.added.found.relative for row in step.rows if row.added is not None}
         for step in steps
     ]
     # Modules that add no error at any step would fill half of the map with white.
     names = [name for name in by_step[0] if any(errors.get(name) for errors in by_step)]
     drawable = [_drawable([errors.get(name, 0.0) for errors in by_step]) for name in names]
-    values = np.log10(np.array(drawable).reshape(len(names), len(steps)))
+    values = np.array(drawable).reshape(len(names), len(steps))
     with chart_style():
-        height = 1.3 + ROW_HEIGHT_INCHES * len(names)
-        figure = Figure(figsize=(CHART_WIDTH_INCHES, height), layout="constrained")
-        axes = figure.subplots()
-        axes.grid(visible=False)
-        # Cells and not a picture, which a page without scripts and files does not show.
-        mesh = axes.pcolormesh(values, cmap="viridis", edgecolors="none")
-        axes.set_xticks([i + 0.5 for i in range(len(steps))], [str(step.step) for step in steps])
-        labels = [module_label(name) for name in names]
-        axes.set_yticks([i + 0.5 for i in range(len(names))], labels, parse_math=False)
-        axes.invert_yaxis()
-        axes.set_xlabel("step")
+        figure, axes = _figure(len(names))
         title = "no error is added in the forward"
         if not np.isnan(values).all():
             low, high = np.nanmin(values), np.nanmax(values)
-            title = "relative error added in the forward:"
-            title += f"\ndark {10**low:.1g}, bright {10**high:.1g}"
-            mesh.set_clim(low, high)
+            title = f"relative error added in the forward:\ndark {low:.1g}, bright {high:.1g}"
+            numbers = [step.step for step in steps]
+            draw_heat_map(axes, values, names, numbers, LogNorm(low, high), "viridis")
+        axes.set_xlabel("step")
         axes.set_title(title, loc="right")
     return figure

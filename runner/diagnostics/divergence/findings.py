@@ -2,17 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
-from runner.core import module_tape, tensor_facts
+from runner.core import fmt, module_tape, tensor_facts
 from runner.diagnostics.divergence.boundaries import CHOICES, LOSS, WRITTEN, Boundary
-from runner.diagnostics.divergence.passes import Arrival, PassErrors
 from runner.diagnostics.divergence.reference import Reference
-from runner.diagnostics.divergence.roundoffs import Execution, Roundoffs, with_rounding
+from runner.diagnostics.divergence.substitution import Execution, PassErrors, Roundoffs
 from runner.diagnostics.divergence.tensor_error import TensorError
 from runner.precision.conversion import is_converted
 
@@ -24,6 +22,7 @@ LARGEST_EXPLAINED_OF_CODE = 5.0
 LARGEST_EXPLAINED_OF_INTEGERS = 4.0
 """The same of integers and truth values, for the number of elements that differ."""
 _FEW_ELEMENTS = 32
+_FLOAT32_ROUNDOFF = 2.0**-24
 KNOWN_SUM = "on CPUs torch sums this gradient in bfloat16"
 """Of a parameter of an nn.LayerNorm that takes bfloat16, and of an nn.Embedding that stores it."""
 WRITTEN_INPUT = "input after the call"
@@ -40,7 +39,7 @@ class AddedError:
         found: its error.
         expected: relative error that rounding explains.
         dtype: name of the dtype that the tensor has in the other execution.
-        position: number of the tensor's boundary in the order of the forward.
+        position: number of the tensor in the order in which its pass computes them.
         limit: error of many elements that rounding explains, as a multiple of `expected`.
         is_state: whether the tensor is a buffer or the gradient of a parameter, and crosses no
             module's boundary.
@@ -100,88 +99,70 @@ class AddedError:
         return self.ratio > self.largest_ratio
 
 
-@dataclass(frozen=True)
 class Network:
-    """Facts about the compared model.
+    """Facts about the compared model, by which its errors are judged.
+
+    Args:
+        execution: is compared.
+        reference: with which.
+        free: tensors of the execution.
+        added: errors of what it computes from the reference's tensors.
+        roundoffs: with which the wider of the two executions computes.
 
     Attributes:
         kinds: class of each module, by name, in the order of the first calls.
         owners: by boundary, the module whose own code computed the tensor; in the forward's order.
         users: by boundary, the module whose own code takes it.
-        dtypes: by boundary, name of the tensor's dtype in the other execution.
-        state_dtypes: by parameter or buffer, the same.
-        roundoffs: with which the wider of the two executions computes.
+        dtypes: by boundary, parameter or buffer, name of the dtype in the execution.
+        roundoffs: as given.
         widths: by module, the most elements of an example of the tensors that it takes and
             returns; 1 where it takes none.
         rows: by module, the largest number of rows of their last dimension.
         layers: names of the layers of torch.nn and of converted ones, which round once.
-        is_on_cpu: whether the other execution computes on a CPU.
+        positions: by boundary, its number in the order of the forward.
+        is_on_cpu: whether the execution computes on a CPU.
     """
 
-    kinds: Mapping[str, str]
-    owners: Mapping[Boundary, str]
-    users: Mapping[Boundary, str]
-    dtypes: Mapping[Boundary, str]
-    state_dtypes: Mapping[str, str]
-    roundoffs: Roundoffs
-    widths: Mapping[str, int]
-    rows: Mapping[str, int]
-    layers: set[str]
-    is_on_cpu: bool
-
-    @cached_property
-    def positions(self) -> dict[Boundary, int]:
-        """Return by boundary its number in the order of the forward."""
-        return {boundary: number for number, boundary in enumerate(self.owners)}
+    def __init__(
+        self,
+        execution: Execution,
+        reference: Reference,
+        free: Reference,
+        added: PassErrors,
+        roundoffs: Roundoffs,
+    ) -> None:
+        model = execution.state.plain_model
+        modules = {name or module_tape.ROOT: module for name, module in model.named_modules()}
+        self.kinds: dict[str, str] = {}
+        for name, _ in reference.generators:
+            self.kinds[name] = type(modules[name]).__name__ if name in modules else ""
+        self.kinds[LOSS] = "loss"
+        self.layers: set[str] = set()
+        for name, module in modules.items():
+            is_plain = type(module).__module__.startswith("torch.nn.")
+            if is_converted(module) or (is_plain and next(module.children(), None) is None):
+                self.layers.add(name)
+        self.widths: defaultdict[str, int] = defaultdict(lambda: 1)
+        self.rows: defaultdict[str, int] = defaultdict(lambda: 1)
+        for boundary, value in reference.values.items():
+            width = value.numel() // max(value.shape[0], 1) if value.ndim > 1 else 1
+            height = value.numel() // max(value.shape[-1], 1) if value.ndim else 1
+            for name in (reference.owners[boundary], reference.users[boundary]):
+                self.widths[name] = max(self.widths[name], width)
+                self.rows[name] = max(self.rows[name], height)
+        # What only this execution writes into is no boundary of the reference.
+        written = {b: b.module for b in added.forward if b not in reference.owners}
+        self.owners = reference.owners | written
+        self.users = reference.users
+        self.positions = {boundary: number for number, boundary in enumerate(self.owners)}
+        tensors = {**free.values, **dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.dtypes = {key: tensor_facts.dtype_name(t.dtype) for key, t in tensors.items()}
+        self.roundoffs = roundoffs
+        self.is_on_cpu = execution.device.type == "cpu"
 
     def limit(self, module: str) -> float:
         """Return the error that rounding explains in a module, as a multiple of the expected."""
         return LARGEST_EXPLAINED if module in self.layers else LARGEST_EXPLAINED_OF_CODE
-
-
-def build_network(
-    execution: Execution,
-    reference: Reference,
-    arrival: Arrival,
-    added: PassErrors,
-    roundoffs: Roundoffs,
-) -> Network:
-    """Return the facts about the compared model that its errors are judged by."""
-    model = execution.state.plain_model
-    modules = {name or module_tape.ROOT: module for name, module in model.named_modules()}
-    # In the order of the first calls; the loss last.
-    called = dict.fromkeys(name for name, _ in reference.generators)
-    kinds = {name: type(modules[name]).__name__ if name in modules else "" for name in called}
-    layers = set()
-    for name, module in modules.items():
-        is_plain = type(module).__module__.startswith("torch.nn.")
-        if is_converted(module) or (is_plain and next(module.children(), None) is None):
-            layers.add(name)
-    widths: defaultdict[str, int] = defaultdict(lambda: 1)
-    rows: defaultdict[str, int] = defaultdict(lambda: 1)
-    for boundary, value in reference.values.items():
-        width = value.numel() // max(value.shape[0], 1) if value.ndim > 1 else 1
-        height = value.numel() // max(value.shape[-1], 1) if value.ndim else 1
-        for name in (reference.owners[boundary], reference.users[boundary]):
-            widths[name] = max(widths[name], width)
-            rows[name] = max(rows[name], height)
-    # What only this execution writes into is no boundary of the reference.
-    written = {b: b.module for b in added.forward if b not in reference.owners}
-    state = (*model.named_parameters(), *model.named_buffers())
-    return Network(
-        kinds={**kinds, LOSS: "loss"},
-        owners={**reference.owners, **written},
-        users=reference.users,
-        dtypes={
-            boundary: tensor_facts.dtype_name(dtype) for boundary, dtype in arrival.dtypes.items()
-        },
-        state_dtypes={name: tensor_facts.dtype_name(tensor.dtype) for name, tensor in state},
-        roundoffs=roundoffs,
-        widths=widths,
-        rows=rows,
-        layers=layers,
-        is_on_cpu=execution.device.type == "cpu",
-    )
 
 
 @dataclass
@@ -224,54 +205,41 @@ def module_errors(
     """
     rows = {name: ModuleErrors(name, kind) for name, kind in network.kinds.items()}
     for boundary, error in free.forward.items():
-        if boundary.side == "in" and boundary.call == 0 and boundary.module in rows:
-            row = rows[boundary.module]
+        row = rows.get(boundary.module)
+        if row is not None and boundary.side == "in" and boundary.call == 0:
             row.arrived = max(row.arrived, error.relative)
     for boundary, error in free.backward.items():
-        if boundary.side == "out" and boundary.call == 0 and boundary.module in rows:
-            row = rows[boundary.module]
+        row = rows.get(boundary.module)
+        if row is not None and boundary.side == "out" and boundary.call == 0:
             row.gradient_arrived = max(row.gradient_arrived, error.relative)
-    forward = [each for each in _forward_errors(network, added, explained) if each[0] in rows]
-    for name, one in forward:
-        rows[name].added = _worse(rows[name].added, one, -1)
-    backward = [each for each in _backward_errors(network, added, explained) if each[0] in rows]
-    for name, one in backward:
-        rows[name].gradient_added = _worse(rows[name].gradient_added, one, 1)
-        _, bracket, number = one.tensor.rpartition("[")
-        if bracket and one.is_unexplained:
-            rows[name].experts.add(bracket + number)
-    # Buffers, as the counter of a batch norm, say nothing of the output beside them; an attention
-    # mask of zeros is usual beside other tensors, and a gradient of zeros is not.
-    for name in _uncompared(forward, is_state=False):
-        rows[name].uncompared.add("output")
-    stopped = {name for name, one in backward if not (one.is_state or one.is_compared)}
-    for name in stopped | _uncompared(backward, is_state=True):
-        rows[name].uncompared.add("backward")
+    forward = fmt.grouped(_forward_errors(network, added, explained))
+    backward = fmt.grouped(_backward_errors(network, added, explained))
+    for name, row in rows.items():
+        computed, gradients = forward.get(name, []), backward.get(name, [])
+        row.added = max(computed, key=_severity, default=None)
+        row.gradient_added = max(gradients, key=_severity, default=None)
+        for one in gradients:
+            _, bracket, number = one.tensor.rpartition("[")
+            if bracket and one.is_unexplained:
+                row.experts.add(bracket + number)
+        # Buffers, as the counter of a batch norm, say nothing of the output beside them; an
+        # attention mask of zeros is usual beside other tensors, and a gradient of zeros is not.
+        outputs = [one.is_compared for one in computed if not one.is_state]
+        inputs = [one.is_compared for one in gradients if not one.is_state]
+        parameters = [one.is_compared for one in gradients if one.is_state]
+        if outputs and not any(outputs):
+            row.uncompared.add("output")
+        if not all(inputs) or (parameters and not any(parameters)):
+            row.uncompared.add("backward")
     return [row for row in rows.values() if row.added or row.gradient_added]
 
 
-def _uncompared(errors: Sequence[tuple[str, AddedError]], is_state: bool) -> set[str]:
-    """Return the modules that have state, or other tensors, and none that is compared."""
-    chosen = [(name, one.is_compared) for name, one in errors if one.is_state is is_state]
-    return {name for name, _ in chosen} - {name for name, is_compared in chosen if is_compared}
-
-
-def _worse(one: AddedError | None, other: AddedError, direction: int) -> AddedError:
-    """Return the error that stands for a module: the first that rounding does not explain, for what
-    comes after it may follow from it; else the largest.
-
-    Args:
-        one: None for no error yet.
-        other: the next one.
-        direction: -1 where lower positions come first, 1 where higher ones do.
-    """
-
-    def severity(added: AddedError) -> tuple[bool, bool, int, float]:
-        position = direction * added.position if added.is_unexplained else 0
-        is_news = added.is_unexplained and not added.is_known_sum
-        return is_news, added.is_unexplained, position, added.ratio / added.largest_ratio
-
-    return other if one is None else max(one, other, key=severity)
+def _severity(added: AddedError) -> tuple[bool, bool, int, float]:
+    """Return by what an error stands for a module: the first that rounding does not explain, for
+    what comes after it may follow from it; else the largest."""
+    is_news = added.is_unexplained and not added.is_known_sum
+    position = added.position if added.is_unexplained else 0
+    return is_news, added.is_unexplained, -position, added.ratio / added.largest_ratio
 
 
 def _forward_errors(
@@ -282,15 +250,14 @@ def _forward_errors(
     roundoffs, positions = network.roundoffs, network.positions
     for boundary, error in added.forward.items():
         owner = network.owners[boundary]
-        expected = _relative(explained.forward.get(boundary))
+        roundoff = roundoffs.tensors[boundary]
+        drawn = explained.forward.get(boundary)
+        expected = _with_rounding(drawn, roundoff, network.widths[owner])
         limit = network.limit(owner)
         if error.is_discrete:
             # No draw of few shows that rounding never changes one element.
             expected += 1 / max(error.elements, 1)
             limit = LARGEST_EXPLAINED_OF_INTEGERS
-        else:
-            roundoff = roundoffs.tensors[boundary]
-            expected = with_rounding(expected, roundoff, network.widths[owner])
         name = "output" if boundary.module == owner else f"{PASSED}{boundary.module}"
         if boundary.side in CHOICES:
             name = f"choice of {boundary.side}()"
@@ -301,13 +268,13 @@ def _forward_errors(
     for buffer, error in added.buffers.items():
         prefix, _, name = buffer.rpartition(".")
         module = prefix or module_tape.ROOT
-        dtype = network.state_dtypes.get(buffer, "")
-        expected = _relative(explained.buffers.get(buffer))
+        dtype = network.dtypes.get(buffer, "")
+        roundoff = tensor_facts.unit_roundoff(getattr(torch, dtype))
         # Rounding does not change a counter.
-        if not error.is_discrete:
-            roundoff = tensor_facts.unit_roundoff(getattr(torch, dtype)) if dtype else 0.0
-            roundoff = max(roundoffs.code[module], roundoff)
-            expected = with_rounding(expected, roundoff, network.widths[module])
+        if roundoff:
+            roundoff = max(roundoff, roundoffs.code[module])
+        drawn = explained.buffers.get(buffer)
+        expected = _with_rounding(drawn, roundoff, network.widths[module])
         position = positions.get(Boundary(module, 0, "out", 0), 0)
         limit = network.limit(module)
         yield module, AddedError(name, error, expected, dtype, position, limit, True)
@@ -320,30 +287,27 @@ def _backward_errors(
     roundoffs, positions = network.roundoffs, network.positions
     outputs: dict[str, int] = {}
     for boundary, user in network.users.items():
-        outputs[network.owners[boundary]] = positions[boundary]
-        if boundary not in added.backward:
+        outputs[network.owners[boundary]] = -positions[boundary]
+        error = added.backward.get(boundary)
+        if error is None:
             continue
-        expected = with_rounding(
-            _relative(explained.backward.get(boundary)),
-            roundoffs.tensor_gradients[boundary],
-            network.widths[user],
-        )
+        roundoff = roundoffs.tensor_gradients[boundary]
+        drawn = explained.backward.get(boundary)
+        expected = _with_rounding(drawn, roundoff, network.widths[user])
         name = f"gradient of the output of {boundary.module}"
         if boundary.module == user:
             name = "gradient of its input"
         dtype = network.dtypes.get(boundary, "")
-        error, limit = added.backward[boundary], network.limit(user)
-        yield user, AddedError(name, error, expected, dtype, positions[boundary], limit)
+        limit = network.limit(user)
+        yield user, AddedError(name, error, expected, dtype, -positions[boundary], limit)
     for parameter, error in added.gradients.items():
         prefix, _, own_name = parameter.rpartition(".")
         module = prefix or module_tape.ROOT
-        expected = with_rounding(
-            _relative(explained.gradients.get(parameter)),
-            max(roundoffs.code[module], roundoffs.parameters),
-            network.rows[module],
-        )
+        roundoff = max(roundoffs.code[module], roundoffs.parameters)
+        drawn = explained.gradients.get(parameter)
+        expected = _with_rounding(drawn, roundoff, network.rows[module])
         name = f"gradient of its {own_name}"
-        dtype = network.state_dtypes.get(parameter.partition("[")[0], "")
+        dtype = network.dtypes.get(parameter.partition("[")[0], "")
         # A sum over all rows, which kernels add up in several ways.
         limit = LARGEST_EXPLAINED_OF_CODE
         taken = network.dtypes.get(Boundary(module, 0, "in", 0))
@@ -353,8 +317,21 @@ def _backward_errors(
         yield module, AddedError(name, error, expected, dtype, position, limit, True, "", is_known)
 
 
-def _relative(error: TensorError | None) -> float:
-    return error.relative if error is not None else 0.0
+def _with_rounding(drawn: TensorError | None, roundoff: float, terms: int) -> float:
+    """Return an expected relative error, with those of adding up and of rounding the result.
+
+    A uniform error in [-u, u] has the standard deviation u / sqrt(3). Sums may be rounded after
+    each term, in float32 or wider: the partial sums of terms of random signs grow as the square
+    root of their number, and so does their error.
+
+    Args:
+        drawn: what the operands' rounding causes; None for nothing.
+        roundoff: of the result.
+        terms: that are added to one element of the result.
+    """
+    rounding = roundoff / math.sqrt(3)
+    summation = min(roundoff, _FLOAT32_ROUNDOFF) * math.sqrt(terms / 3)
+    return math.hypot(drawn.relative if drawn else 0.0, rounding, summation)
 
 
 @dataclass(frozen=True)
@@ -378,13 +355,13 @@ def first_divergence(rows: Sequence[ModuleErrors]) -> Divergence | None:
     The forward comes first, in its order, then the backward in its order, from the loss on. What is
     known of torch's kernels comes last.
     """
-    forward, backward = [], []
+    found = []
     for row in rows:
-        if row.added is not None and row.added.is_unexplained:
-            forward.append(Divergence(row, row.added, False))
-        if row.gradient_added is not None and row.gradient_added.is_unexplained:
-            backward.append(Divergence(row, row.gradient_added, True))
-    if forward:
-        return min(forward, key=lambda divergence: divergence.added.position)
-    news = [divergence for divergence in backward if not divergence.added.is_known_sum]
-    return max(news or backward, key=lambda divergence: divergence.added.position, default=None)
+        for is_backward, added in enumerate((row.added, row.gradient_added)):
+            if added is not None and added.is_unexplained:
+                found.append(Divergence(row, added, bool(is_backward)))
+    return min(
+        found,
+        key=lambda one: (one.added.is_known_sum, one.is_backward, one.added.position),
+        default=None,
+    )

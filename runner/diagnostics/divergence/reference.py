@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runner.core import Batch, ConfigError, files, tensor_facts
 from runner.diagnostics.divergence.boundaries import Boundary, Visitor
-from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, norm_of
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""
@@ -102,24 +101,6 @@ class Reference:
     writes_in_place: bool = True
     loss: float = 0.0
     narrow_code: NarrowCode | None = None
-    _norms: dict[int, float] = field(default_factory=dict)
-
-    def norm(self, tensor: Tensor) -> float:
-        """Return the 2-norm of one of the reference's own tensors, which is computed once."""
-        if id(tensor) not in self._norms:
-            self._norms[id(tensor)] = norm_of(tensor)
-        return self._norms[id(tensor)]
-
-    def no_error(self, tensor: Tensor) -> TensorError:
-        """Return the error of what equals one of the reference's own tensors."""
-        is_discrete = not tensor_facts.unit_roundoff(tensor.dtype)
-        return TensorError(0.0, self.norm(tensor), elements=tensor.numel(), is_discrete=is_discrete)
-
-    def error(
-        self, tensor: Tensor, expected: Tensor, scale: float = 1.0, counts: bool = True
-    ) -> TensorError:
-        """Return the error of a tensor against one of the reference's own, see measure_error."""
-        return measure_error(tensor, expected, scale, counts, self.norm(expected))
 
 
 class GivenTensors:
@@ -143,15 +124,6 @@ class GivenTensors:
         return boundary if version == tensor._version else None
 
 
-TensorVersions = list[tuple[Tensor, int]]
-"""Tensors, which are kept alive, and their versions when they were added."""
-
-
-def are_overwritten(versions: TensorVersions) -> bool:
-    """Return whether something was written into a tensor since it was added."""
-    return any(tensor._version != version for tensor, version in versions)
-
-
 class Overwritten(Exception):
     """The model wrote into a tensor after it was recorded: it must be recorded as copies."""
 
@@ -169,7 +141,8 @@ class Recorder(Visitor):
         self._device = device
         self._copies = copies
         self._given = GivenTensors()
-        self._versions: TensorVersions = []
+        # The tensors are kept alive, with their versions when they were recorded.
+        self._versions: list[tuple[Tensor, int]] = []
 
     def begin_call(self, module: str, call: int) -> None:
         """Record the states of the generators."""
@@ -214,7 +187,7 @@ class Recorder(Visitor):
         Raises:
             Overwritten: the model wrote into a recorded tensor.
         """
-        if are_overwritten(self._versions):
+        if any(tensor._version != version for tensor, version in self._versions):
             raise Overwritten
         reference = self.reference
         reference.writes_in_place = self._copies
@@ -259,20 +232,6 @@ def set_generator_states(states: list[Tensor], device: torch.device) -> None:
 _FORMAT_FAMILY = "runner-diff-"
 VERSION = "2"
 _SUFFIX = ".safetensors"
-
-
-class Dump(NamedTuple):
-    """A reference of elsewhere.
-
-    Attributes:
-        reference: the tensors of the step.
-        weights: digest of the weights that it was computed with.
-        batch: digest of the batch.
-    """
-
-    reference: Reference
-    weights: str
-    batch: str
 
 
 def dump_path(folder: Path, step: int) -> Path:
@@ -375,11 +334,11 @@ def write_dump(
     )
 
 
-def read_dump(path: Path, device: torch.device) -> Dump:
-    """Read a dump onto a device.
+def read_dump(path: Path, device: torch.device, model: nn.Module, batch: Batch) -> Reference:
+    """Read a dump of a model and a batch onto a device.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged, or of other weights or another batch.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -397,17 +356,24 @@ def read_dump(path: Path, device: torch.device) -> Dump:
                 for name in file.keys()  # noqa: SIM118
             }
         json.loads(metadata["precision"])["name"]
-        facts = json.loads(metadata["facts"])
-        tensors |= {name: tensors[first] for name, first in facts["same"].items()}
-        return Dump(_reference(tensors, facts), metadata["weights"], metadata["batch"])
+        digests = {"weights": weights_digest(model), "batch": batch_digest(batch)}
+        different = [name for name, digest in digests.items() if metadata[name] != digest]
+        reference = _reference(tensors, json.loads(metadata["facts"]))
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"against={path} is damaged ({type(error).__name__}). Write it again: mode=diff "
             "diff.dump=true."
         ) from error
+    if different:
+        raise ConfigError(
+            f"against={path} was written with other {' and '.join(different)} than this run "
+            "has. Type the model=, data=, seed=, init.weights= and diff.steps= of that file."
+        )
+    return reference
 
 
-def _reference(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Reference:
+def _reference(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> Reference:
+    tensors |= {name: tensors[first] for name, first in facts["same"].items()}
     reference = Reference(loss=facts["loss"])
     code = facts["narrow_code"]
     if code is not None:

@@ -1,15 +1,12 @@
 """Measure how far a tensor, or the log-probabilities of a batch, are from a reference."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from runner.core import Task, tensor_facts
-
-_Key = TypeVar("_Key")
 
 
 class TensorError(NamedTuple):
@@ -61,22 +58,19 @@ class TensorError(NamedTuple):
         return count / self.elements if self.elements else 0.0
 
 
-def norm_of(tensor: Tensor) -> float:
-    """Return the 2-norm of a floating or complex tensor, and the number of elements of another; the
-    host waits for the device."""
+def no_error(tensor: Tensor) -> TensorError:
+    """Return the error of what equals a tensor; the host waits for the device."""
     tensor = tensor_facts.real_view(tensor)
+    elements = tensor.numel()
     if not tensor.is_floating_point():
-        return float(tensor.numel())
+        return TensorError(0.0, elements, elements=elements, is_discrete=True)
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    return torch.linalg.vector_norm(tensor.detach(), dtype=wide).item()
+    norm = torch.linalg.vector_norm(tensor.detach(), dtype=wide).item()
+    return TensorError(0.0, norm, elements=elements)
 
 
 def measure_error(
-    tensor: Tensor,
-    reference: Tensor,
-    scale: float = 1.0,
-    counts: bool = True,
-    norm: float | None = None,
+    tensor: Tensor, reference: Tensor, scale: float = 1.0, counts: bool = True
 ) -> TensorError:
     """Return the error of a tensor; the host waits for the device.
 
@@ -86,7 +80,6 @@ def measure_error(
         reference: what it is compared with.
         scale: what the tensor is divided by first, as a loss scale.
         counts: whether elements are counted that differ or become zero, and the peak is found.
-        norm: of the reference; None computes it.
     """
     tensor, reference = tensor_facts.real_view(tensor), tensor_facts.real_view(reference)
     elements = tensor.numel()
@@ -105,45 +98,34 @@ def measure_error(
     expected = reference.detach().to(wide)
     difference = value - expected
     error = torch.linalg.vector_norm(difference).item()
-    norm = norm_of(reference) if norm is None else norm
+    norm = torch.linalg.vector_norm(expected).item()
+    info, reference_info = torch.finfo(tensor.dtype), torch.finfo(reference.dtype)
     if not (math.isfinite(error) and math.isfinite(norm)):
         # Of the numbers that are finite in both. Masks are often filled with the lowest number of
         # their dtype: two such numbers are the same.
-        largest = torch.finfo(tensor.dtype).max / scale, torch.finfo(reference.dtype).max
         both = value.isfinite() & expected.isfinite()
-        both &= ~((value == -largest[0]) & (expected == -largest[1]))
-        difference = torch.where(both, value.double() - expected.double(), 0)
+        both &= ~((value == info.min / scale) & (expected == reference_info.min))
+        known = torch.where(both, expected.double(), 0)
+        difference = torch.where(both, value.double(), 0) - known
         return TensorError(
             torch.linalg.vector_norm(difference).item(),
-            torch.linalg.vector_norm(torch.where(both, expected.double(), 0)).item(),
+            torch.linalg.vector_norm(known).item(),
             nonfinite=int((~value.isfinite() & expected.isfinite()).sum()),
             different=int((value != expected).sum()),
-            elements=value.numel(),
+            elements=elements,
         )
     if not (counts and error):
         return TensorError(error, norm, elements=elements)
     flushed = subnormal = 0
-    tiny = torch.finfo(tensor.dtype).tiny
-    if tiny > torch.finfo(reference.dtype).tiny:
+    if info.tiny > reference_info.tiny:
         is_nonzero = expected != 0
         flushed = int(((value == 0) & is_nonzero).sum())
-        subnormal = int(((expected.abs() < tiny / scale) & is_nonzero).sum())
+        subnormal = int(((expected.abs() < info.tiny / scale) & is_nonzero).sum())
     different = elements
     if tensor.dtype is reference.dtype and scale == 1.0:
         different = int(torch.count_nonzero(difference))
-    peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
+    peak = (difference.abs().max().item() / error) ** 2
     return TensorError(error, norm, 0, flushed, different, elements, peak=peak, subnormal=subnormal)
-
-
-def larger_errors(
-    errors: Mapping[_Key, TensorError], others: Mapping[_Key, TensorError]
-) -> dict[_Key, TensorError]:
-    """Return the larger error of each tensor, by the tensor's key."""
-    larger = dict(errors)
-    for key, other in others.items():
-        if key not in larger or other.error > larger[key].error:
-            larger[key] = other
-    return larger
 
 
 class LogProbabilityError(NamedTuple):
@@ -170,21 +152,19 @@ def log_probability_error(
         outputs: the reference's logits and the other execution's, in any dtypes.
         target: of the batch.
     """
-    pairs = []
-    for output in outputs:
-        try:
-            logits, labels = task.metric_inputs(output, target)
-        except (ValueError, TypeError, AttributeError, IndexError):
-            return None  # no output of which the task reads classes
-        is_pair = isinstance(logits, Tensor) and isinstance(labels, Tensor)
-        if not is_pair or logits.ndim != 2 or labels.ndim != 1 or not labels.numel():
-            return None
-        if labels.dtype not in (torch.int64, torch.int32):
-            return None
-        pairs.append((logits.detach().float().log_softmax(-1), labels))
+    try:
+        pairs = [task.metric_inputs(output, target) for output in outputs]
+    except (ValueError, TypeError, AttributeError, IndexError):
+        return None  # no output of which the task reads classes
+    if not all(isinstance(part, Tensor) for pair in pairs for part in pair):
+        return None
     (expected, labels), (values, _) = pairs
+    is_of_classes = expected.ndim == values.ndim == 2 and labels.ndim == 1 and labels.numel()
+    if not is_of_classes or labels.dtype not in (torch.int64, torch.int32):
+        return None
+    expected = expected.detach().float().log_softmax(-1)
+    values = values.detach().float().log_softmax(-1).to(expected.device)
     index = labels.to(expected.device).unsqueeze(-1)
-    values = values.to(expected.device)
     difference = (values.gather(-1, index) - expected.gather(-1, index)).square()
     changed = (values.argmax(-1) != expected.argmax(-1)).float()
     return LogProbabilityError(difference.mean().sqrt().item(), changed.mean().item())

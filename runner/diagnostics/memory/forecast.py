@@ -120,19 +120,14 @@ class Rehearsal:
                 watch.close()
                 # Its copies of the weights are freed before the evaluation.
                 del watch
-                self._evaluate(*batches[0])
+                # What an evaluation computes with a batch. Generators have no state on fake tensors
+                # that could be saved.
+                inputs, target = batches[0]
+                training_loop.set_evaluation_mode(state.model, state.task)
+                with torch.no_grad(), precision.eval_context(state.plain_model):
+                    output = state.call(inputs)
+                    state.task.evaluation_totals(*precision.loss_pair(output, target))
         return [*self.making, *tracker.timeline]
-
-    @torch.no_grad()
-    def _evaluate(self, inputs: Any, target: Any) -> None:
-        """Compute what an evaluation computes with a batch."""
-        state = self.state
-        precision = state.precision
-        # Generators have no state on fake tensors that could be saved.
-        training_loop.set_evaluation_mode(state.model, state.task)
-        with precision.eval_context(state.plain_model):
-            output = state.call(inputs)
-        state.task.evaluation_totals(*precision.loss_pair(output, target))
 
 
 def build_rehearsal(
@@ -345,7 +340,7 @@ def peak_forecast(
     def micro_batches(size: int) -> list[Batch]:
         return [example_batch(spec, size, device) for _ in range(spec.train.accumulate)]
 
-    def real() -> Rehearsal:
+    def check_room() -> None:
         size = 0
         room = USABLE_MEMORY_SHARE * free_memory(device)
         # A model that reads its own values cannot be built without memory: it is not refused.
@@ -362,9 +357,13 @@ def peak_forecast(
                 f"{needs / tensor_facts.GIB:.1f} of the {room / tensor_facts.GIB:.1f} GiB that "
                 "may be used."
             )
-        return build_rehearsal(spec, precision, device, found, micro_batches, fake=False)
 
-    return _forecast(spec, precision, device, found, micro_batches, real)
+    def build(fake: bool) -> Rehearsal:
+        if not fake:
+            check_room()
+        return build_rehearsal(spec, precision, device, found, micro_batches, fake)
+
+    return _forecast(spec, device, build)
 
 
 def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> PeakForecast:
@@ -395,7 +394,10 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
         count = max(2, spec.train.batch_size * spec.train.accumulate // size)
         return [tree_map(resized, sample) for _ in range(count)]
 
-    def real() -> Rehearsal:
+    def build(fake: bool) -> Rehearsal:
+        if fake:
+            precision, device = state.precision, state.device
+            return build_rehearsal(spec, precision, device, state.plan, micro_batches, fake)
         if rank.world_size > 1:
             raise ForecastUnavailable("a step of one process would wait for the others.")
         make_optimizer_state(state)
@@ -403,23 +405,20 @@ def failed_step_forecast(spec: RunSpec, state: TrainState, sample: Batch) -> Pea
 
     if state.strategy.shards:
         raise ForecastUnavailable("what a process gathers of sharded weights is not predicted.")
-    return _forecast(spec, state.precision, state.device, state.plan, micro_batches, real)
+    return _forecast(spec, state.device, build)
 
 
 def _forecast(
-    spec: RunSpec,
-    precision: Precision,
-    device: torch.device,
-    plan: ConversionPlan,
-    micro_batches: Callable[[int], list[Batch]],
-    real: Callable[[], Rehearsal],
+    spec: RunSpec, device: torch.device, build: Callable[[bool], Rehearsal]
 ) -> PeakForecast:
     """Return the forecast of a rehearsal on fake tensors, or else on real ones.
 
+    The latter is an extrapolation from two steps on few examples.
+
     Args:
-        spec, precision, device, plan: of the run.
-        micro_batches: makes the micro-batches of a step, of so many examples each.
-        real: builds the rehearsal on real tensors.
+        spec: of the run.
+        device: of the run.
+        build: builds the rehearsal; whether on fake tensors.
 
     Raises:
         ForecastUnavailable: a rehearsal would not show the peak, or the step runs on neither.
@@ -431,23 +430,18 @@ def _forecast(
     try:
         # Fake tensors would log a traceback for each operator that has no rule for them.
         with terminal.suppress_warnings(logging.ERROR):
-            rehearsal = build_rehearsal(spec, precision, device, plan, micro_batches, fake=True)
+            rehearsal = build(True)
             # This size at least must run.
             rehearsal.peak(spec.train.batch_size)
+            return PeakForecast(rehearsal.peak)
     except RunnerError:
         raise
     # Whatever fails on fake tensors may work on real ones; the forecast says so (`fallback`).
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         fallback = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-        return PeakForecast(_extrapolated(real), fallback)
-    return PeakForecast(rehearsal.peak)
-
-
-def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakdown]:
-    """Return the peak as a function of the batch size, by extrapolation from two real steps."""
     try:
-        examples, less, more = _paired_timelines(real())
+        examples, less, more = _paired_timelines(build(False))
     except RunnerError:
         raise
     except Exception as error:
@@ -462,7 +456,7 @@ def _extrapolated(real: Callable[[], Rehearsal]) -> Callable[[int], MemoryBreakd
             moments.append(MemoryBreakdown(*(round(a + (b - a) * share) for a, b in pairs)))
         return max(moments, key=sum)
 
-    return peak
+    return PeakForecast(peak, fallback)
 
 
 def _paired_timelines(

@@ -107,12 +107,8 @@ class MemoryTracker(TorchDispatchMode):
         """Return a context in which a parameter's complete gradient is counted as one."""
         tape = module_tape.ModuleTape()
         for p in params:
-            tape.watch_gradient(p, self._gradient)
+            tape.watch_gradient(p, lambda p: self.add(GRADIENTS, p.grad))  # type: ignore[arg-type]
         return tape
-
-    def _gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.add(GRADIENTS, parameter.grad)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

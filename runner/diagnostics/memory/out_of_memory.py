@@ -2,21 +2,12 @@
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 
 import torch
 
-from runner.core import (
-    Precision,
-    RunnerError,
-    RunSpec,
-    TrainState,
-    accelerators,
-    module_tree,
-    tensor_facts,
-)
+from runner.core import RunContext, RunnerError, TrainState, module_tree, tensor_facts
 from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
@@ -53,26 +44,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATOR_ERRORS)
 
 
-@dataclass(eq=False)
 class MemoryWatch:
     """Turns an allocator's error of a run into an OutOfMemory that says what would fit.
 
-    Args:
-        spec: of the run.
-        precision: of the run.
-        accelerator: the device that the run computes on.
+    Attributes:
+        run: the run.
         optimizer: name of the optimizer's option (adamw, sgd, ...), empty for one of the user's.
-        save_traceback: writes the traceback of the error being handled to a file.
+        state: of the training or the evaluation, once it is there.
+        loader: yields the training batches.
+        other_bytes: in use beside what the run's settings change.
     """
 
-    spec: RunSpec
-    precision: Precision
-    accelerator: accelerators.Accelerator
-    optimizer: str
-    save_traceback: Callable[[], object]
-    state: TrainState | None = field(default=None, init=False)
-    loader: DatasetLoader | None = field(default=None, init=False)
-    other_bytes: float = field(default=0.0, init=False)
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self.optimizer = run.invocation.choices.get("optimizer", "")
+        self.state: TrainState | None = None
+        self.loader: DatasetLoader | None = None
+        self.other_bytes = 0.0
 
     def begin_steps(self, state: TrainState, loader: DatasetLoader | None = None) -> None:
         """Take note of the state that is about to run its first step.
@@ -84,19 +72,20 @@ class MemoryWatch:
         self.state = state
         self.loader = loader
         if loader is not None:
-            taken, _ = memory_limit(self.accelerator.device)
+            taken, _ = memory_limit(self.run.device)
             # Data in memory, libraries and other processes: no setting of the run changes these.
             self.other_bytes = taken - tensor_facts.stored_bytes(state.model)
 
     @contextmanager
-    def explain(self) -> Iterator[None]:
-        """Return a context in which an allocator's error becomes an OutOfMemory."""
+    def explain(self) -> Iterator["MemoryWatch"]:
+        """Return a context of the watch in which an allocator's error becomes an OutOfMemory that
+        says what held memory and what would fit."""
         try:
-            yield
+            yield self
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.save_traceback()
+            self.run.save_traceback()
             raise OutOfMemory(out_of_memory_message(self, error)) from error
 
 
@@ -109,7 +98,7 @@ def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
     # PyTorch's CPU allocator begins with the place in its own source.
     first_line = str(error).strip().partition("\n")[0]
     reason = first_line.rpartition("err == 0. ")[2] or type(error).__name__
-    state, device = watch.state, watch.accelerator.device
+    state, device = watch.state, watch.run.device
     when = "before the first step"
     sizes = {}
     if state is not None:
@@ -124,10 +113,10 @@ def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
             *(p.grad for p in state.trainable_parameters if p.grad is not None)
         )
         sizes["optimizer state"] = tensor_facts.tensor_bytes(*state.optimizer_tensors())
-    sizes["peak"] = watch.accelerator.peak_memory_mib() * tensor_facts.MIB
+    sizes["peak"] = watch.run.accelerator.peak_memory_mib() * tensor_facts.MIB
     if device.type == "cuda":
         sizes["device"] = torch.cuda.get_device_properties(device).total_memory
-    lines = [f"Out of memory {when} on {watch.accelerator.name}: {reason}"]
+    lines = [f"Out of memory {when} on {watch.run.accelerator.name}: {reason}"]
     lines += [f"  {name:<16}{size / tensor_facts.MIB:>10.1f} MiB" for name, size in sizes.items()]
     remedies = f"To need less, type {', or '.join(memory_remedies(watch))}."
     return "\n".join([*lines, *(fitting_settings(watch, error) or [remedies])])
@@ -147,11 +136,13 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
         parameter.grad = None
     gc.collect()
     # Compiled code would be compiled again for each size, which takes minutes, and memory.
-    eager = torch.compiler.set_stance("force_eager") if watch.spec.train.compile else nullcontext()
+    eager = (
+        torch.compiler.set_stance("force_eager") if watch.run.spec.train.compile else nullcontext()
+    )
     # Whatever fails here, the message about the first failure must still be written.
     with suppress(Exception), eager:
         sample = next(loader.epoch(0))
-        return _fitting_lines(watch, failed_step_forecast(watch.spec, state, sample))
+        return _fitting_lines(watch, failed_step_forecast(watch.run.spec, state, sample))
     return []
 
 
@@ -166,7 +157,7 @@ def release_frames(error: BaseException) -> None:
 
 def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:
     """Return the lines of `fitting_settings` by a forecast."""
-    _, whole = memory_limit(watch.accelerator.device)
+    _, whole = memory_limit(watch.run.device)
     # The share is of what the run itself may take: the rest is in use whatever is typed.
     usable = watch.other_bytes + USABLE_MEMORY_SHARE * (whole - watch.other_bytes)
     factors = _size_factors(watch)
@@ -176,9 +167,9 @@ def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:
         parts = forecast(size)._asdict().items()
         return watch.other_bytes + sum(factors[words].get(name, 1) * part for name, part in parts)
 
-    if total(watch.spec.train.batch_size) <= usable:
+    if total(watch.run.spec.train.batch_size) <= usable:
         return []  # a step that fits by the forecast has failed: the forecast is wrong here
-    train = watch.spec.train
+    train = watch.run.spec.train
     # Divisors only: train.accumulate then makes up for the rest, and the step stays the same.
     divisors = [n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0]
     # The batch sizes that fit, each with the first other overrides that it fits with: a change of
@@ -211,9 +202,9 @@ def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:
 
 def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
     """Return whether activation checkpointing is possible, and not in use already."""
-    if watch.state is None or not watch.spec.trains or watch.precision.no_recompute_reason:
+    if watch.state is None or not watch.run.spec.trains or watch.run.precision.no_recompute_reason:
         return False
-    if watch.spec.train.activation_checkpointing:
+    if watch.run.spec.train.activation_checkpointing:
         return False
     return bool(module_tree.repeated_blocks(watch.state.model))
 
@@ -222,9 +213,9 @@ def _size_factors(watch: MemoryWatch) -> dict[str, dict[str, float]]:
     """Return overrides other than the batch size, each with the factors of the parts of a peak."""
     factors: dict[str, dict[str, float]] = {"": {}}
     smaller = _SMALLER_STATE.get(watch.optimizer)
-    narrower = watch.precision.narrower_precision
+    narrower = watch.run.precision.narrower_precision
     half = {"weights": 0.5, "gradients": 0.5, "optimizer": 0.5}
-    if watch.precision.compute.itemsize >= watch.precision.storage.itemsize:
+    if watch.run.precision.compute.itemsize >= watch.run.precision.storage.itemsize:
         # Mixed precisions compute in half the width already.
         half |= {"activations": 0.5, "temporaries": 0.5}
     if smaller:
@@ -247,7 +238,7 @@ def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
     These are fewer examples at a time for the same step, activation checkpointing, a narrower
     precision, and an optimizer with less state.
     """
-    spec = watch.spec
+    spec = watch.run.spec
     training = spec.trains
     size = spec.train.batch_size
     if watch.state and size > 1:
@@ -257,7 +248,7 @@ def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
         yield f"train.batch_size={size // part}{accumulate}"
     if _may_checkpoint_activations(watch):
         yield _CHECKPOINTING
-    narrower = watch.precision.narrower_precision
+    narrower = watch.run.precision.narrower_precision
     if narrower:
         # Without a state the model itself did not fit while it was built, in float32.
         yield f"precision={narrower}" + ("" if watch.state else " init.low_memory=true")

@@ -6,7 +6,8 @@ each time.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,19 +47,9 @@ READINGS: tuple[tuple[str, Format, bool], ...] = (
     ("float8_e5m2_unscaled", E5M2, False),
 )
 """(name, format, whether values are scaled to its largest first)."""
-STORAGE_FORMATS = (FLOAT16, BFLOAT16)
+STORAGE_FORMATS = {"float16": FLOAT16, "bfloat16": BFLOAT16}
 """Formats that weights may be stored in: an update is asked what these would swallow of it."""
 
-# Columns of the table: those of a block itself, of each reading, and those of updates.
-_LEADING = ("zeros", "not_finite", "top", "signal")
-_PER_READING = ("underflow", "subnormal", "overflow", "noise", "underflow_noise")
-_COLUMNS = len(_LEADING) + len(READINGS) * len(_PER_READING) + 1 + len(STORAGE_FORMATS)
-_ENERGIES = ("signal", "noise", "underflow_noise")
-_ENERGY_COLUMNS = [
-    i
-    for i, column in enumerate((*_LEADING, *(_PER_READING * len(READINGS))))
-    if column in _ENERGIES
-]
 _LEAST_NORMAL = 2.0**-126
 """Of float32: divisors are clamped to it, for a block may hold zeros alone."""
 
@@ -72,13 +63,11 @@ class Sample(NamedTuple):
         largest: magnitude in the whole tensor, float32; not finite where an element is not.
             Entries of a mask do not count, see `take_sample`.
         elements: number in the whole tensor.
-        stride: from one element of the sample to the next.
     """
 
     values: Tensor
     largest: Tensor
     elements: int
-    stride: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +95,7 @@ class ExponentCounts:
         zeros, not_finite: how many.
         largest: magnitude.
         exponents: count of values by float32's biased exponent, [EXPONENT_BINS].
-        sums: of the table's columns, [columns]. Energies are sums of squares in the tensor's own
+        sums: of the table's columns, by name. Energies are sums of squares in the tensor's own
             unit, so that those of several tensors add up.
     """
 
@@ -115,7 +104,7 @@ class ExponentCounts:
     not_finite: float
     largest: float
     exponents: NDArray[np.float64]
-    sums: NDArray[np.float64]
+    sums: Mapping[str, float]
 
 
 def is_measurable(tensor: Tensor) -> bool:
@@ -156,7 +145,7 @@ def take_sample(tensor: Tensor, masked: bool = False, most: int = MAX_SAMPLE_ELE
         # What is no mask is then known of the sample alone, and at the upper end.
         without = torch.maximum(values.abs().amax(), high).float()
         largest = torch.where(low <= lowest, without, largest)
-    return Sample(values, largest, flat.numel(), stride)
+    return Sample(values, largest, flat.numel())
 
 
 @torch.no_grad()
@@ -182,22 +171,23 @@ def count_exponents(rows: Sequence[SampledTensor]) -> list[ExponentCounts]:
     tops = torch.where(x.isfinite(), x, 0.0).abs().amax(1)
     sampled = torch.stack([blocks.amax() for blocks in tops.split(lengths)])
     scaled_to = torch.where(largest.isfinite(), largest, sampled)
-    parts = []
+    columns: dict[str, list[Tensor]] = defaultdict(list)
     histogram = torch.zeros(len(rows) * EXPONENT_BINS, dtype=torch.int64, device=device)
     one = torch.ones((), dtype=torch.int64, device=device)
     # In chunks: each reading makes several temporaries of the size of its input.
     for i in range(0, len(x), CHUNK_BLOCKS):
         part = x[i : i + CHUNK_BLOCKS]
         tensor_ids = ids[i : i + CHUNK_BLOCKS]
-        columns, exponents = _measure(part, scaled_to[tensor_ids])
-        parts.append(columns)
+        losses, exponents = _measure(part, scaled_to[tensor_ids])
+        for name, column in losses.items():
+            columns[name].append(column)
         first_bins = (tensor_ids * EXPONENT_BINS).unsqueeze(1)
         places = (exponents + first_bins).flatten()
         histogram.index_add_(0, places, one.expand_as(places))  # bincount would ask the device
-    swallowed = _swallowed(rows, lengths, device)
-    table = torch.cat([torch.cat(parts, 1), swallowed])
-    packed = torch.cat([table.flatten(), largest, histogram.float()])
-    return _unpack(rows, lengths, packed.cpu().double().numpy())
+    table = {name: torch.cat(parts) for name, parts in columns.items()}
+    table |= _swallowed(rows, lengths, device)
+    packed = torch.cat([*table.values(), largest, histogram.float()])
+    return _unpack(rows, lengths, [*table], packed.cpu().double().numpy())
 
 
 def _blocks(values: Sequence[Tensor]) -> Tensor:
@@ -209,7 +199,7 @@ def _blocks(values: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded).view(-1, BLOCK_ELEMENTS)
 
 
-def _measure(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def _measure(x: Tensor, largest: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Return what is counted of blocks, and the biased exponents of their values.
 
     Args:
@@ -217,7 +207,7 @@ def _measure(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         largest: magnitude in the tensor of each block, [blocks].
 
     Returns:
-        The table without the columns of updates, [columns, blocks], and the exponents, as x.
+        The table without the columns of updates, each [blocks], and the exponents, as x.
     """
     finite = x.isfinite()
     magnitude = torch.where(finite, x, 0.0).abs()
@@ -225,19 +215,25 @@ def _measure(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     # all its values. They are multiplied by it in float64, on the host.
     top = magnitude.amax(1, keepdim=True).clamp(min=_LEAST_NORMAL)
     zeros = (magnitude == 0).sum(1)
-    signal = (magnitude / top).square().sum(1)
-    columns = [zeros.float(), (~finite).sum(1).float(), top.squeeze(1), signal]
-    for _, fmt, scaled in READINGS:
+    columns = {
+        "zeros": zeros,
+        "not_finite": (~finite).sum(1),
+        "top": top.squeeze(1),
+        "signal": (magnitude / top).square().sum(1),
+    }
+    for name, fmt, scaled in READINGS:
         scale = fmt.largest / largest.clamp(min=_LEAST_NORMAL).unsqueeze(1) if scaled else None
-        columns += _reading(magnitude, top, zeros, fmt, scale)
+        for loss, column in _reading(magnitude, top, zeros, fmt, scale).items():
+            columns[f"{name} {loss}"] = column
     # The bits of a float32 without its sign, shifted past the 23 of its mantissa.
-    return torch.stack(columns), magnitude.view(torch.int32) >> 23
+    exponents = magnitude.view(torch.int32) >> 23
+    return {name: column.float() for name, column in columns.items()}, exponents
 
 
 def _reading(
     magnitude: Tensor, top: Tensor, zeros: Tensor, fmt: Format, scale: Tensor | None
-) -> list[Tensor]:
-    """Return what each block loses in a format: the columns of _PER_READING, [blocks] each."""
+) -> dict[str, Tensor]:
+    """Return what each block loses in a format, [blocks] each."""
     if scale is not None:
         # The scale of a tensor of tiny values would be infinite in float32.
         scale = scale.clamp(max=2.0**127)
@@ -247,68 +243,81 @@ def _reading(
     rounded = round_to_format(magnitude, fmt).clamp(max=fmt.largest)
     tiny = rounded < fmt.normal
     becomes_zero = (rounded == 0).sum(1)
-    tiny_count = tiny.sum(1)
     error = ((magnitude - rounded) / top).square()
-    overflow = (magnitude >= fmt.overflow).sum(1)
-    error_of_tiny = torch.where(tiny, error, 0.0).sum(1)
-    # Values that are zero already lose nothing.
-    underflow = (becomes_zero - zeros).float()
-    subnormal = (tiny_count - becomes_zero).float()
-    return [underflow, subnormal, overflow.float(), error.sum(1), error_of_tiny]
+    return {
+        # Values that are zero already lose nothing.
+        "underflow": becomes_zero - zeros,
+        "subnormal": tiny.sum(1) - becomes_zero,
+        "overflow": (magnitude >= fmt.overflow).sum(1),
+        "noise": error.sum(1),
+        "underflow_noise": torch.where(tiny, error, 0.0).sum(1),
+    }
 
 
 def _swallowed(
     rows: Sequence[SampledTensor], lengths: Sequence[int], device: torch.device
-) -> Tensor:
-    """Return the columns of updates, [1 + len(STORAGE_FORMATS), blocks].
+) -> dict[str, Tensor]:
+    """Return the columns of updates, [blocks] each.
 
     They count the weights that had a gradient, and those of them that each format would leave where
     they were; zeros where a row is of no updates.
     """
-    table = torch.zeros(1 + len(STORAGE_FORMATS), sum(lengths), dtype=torch.float32, device=device)
-    updates = [i for i, row in enumerate(rows) if row.weights_before is not None]
+    names = ["with_gradient", *(f"{name} swallowed" for name in STORAGE_FORMATS)]
+    columns = {name: torch.zeros(sum(lengths), device=device) for name in names}
+    updates = [row for row in rows if row.weights_before is not None]
     if not updates:
-        return table
-    before = _blocks([rows[i].weights_before for i in updates])  # type: ignore[misc]
-    update = _blocks([rows[i].sample.values.float() for i in updates])
-    flags = [rows[i].has_gradient.float() for i in updates]  # type: ignore[union-attr]
-    has_gradient = _blocks(flags) != 0
-    columns = [has_gradient.sum(1)]
-    for fmt in STORAGE_FORMATS:
+        return columns
+    before = _blocks([row.weights_before for row in updates])  # type: ignore[misc]
+    update = _blocks([row.sample.values.float() for row in updates])
+    has_gradient = _blocks([row.has_gradient.float() for row in updates]) != 0  # type: ignore[union-attr]
+    are_updates = np.repeat([row.weights_before is not None for row in rows], lengths)
+    blocks = torch.tensor(np.flatnonzero(are_updates), device=device)
+    columns["with_gradient"][blocks] = has_gradient.sum(1).float()
+    for name, fmt in STORAGE_FORMATS.items():
         held = round_to_format(before, fmt)
         unmoved = round_to_format(held + update, fmt) == held
-        columns.append((unmoved & has_gradient).sum(1))
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    blocks = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in updates])
-    table[:, torch.tensor(blocks, device=device)] = torch.stack(columns).float()
-    return table
+        columns[f"{name} swallowed"][blocks] = (unmoved & has_gradient).sum(1).float()
+    return columns
 
 
 def _unpack(
-    rows: Sequence[SampledTensor], lengths: Sequence[int], packed: NDArray[np.float64]
+    rows: Sequence[SampledTensor],
+    lengths: Sequence[int],
+    names: Sequence[str],
+    packed: NDArray[np.float64],
 ) -> list[ExponentCounts]:
     """Return the counts of each tensor from the transferred numbers, scaled up to all of it."""
-    blocks = sum(lengths)
-    table = packed[: _COLUMNS * blocks].reshape(_COLUMNS, blocks)
-    largest = packed[_COLUMNS * blocks :][: len(rows)]
+    size = len(names) * sum(lengths)
+    table = dict(zip(names, packed[:size].reshape(len(names), -1), strict=True))
+    largest = packed[size:][: len(rows)]
     exponents = packed[-EXPONENT_BINS * len(rows) :].reshape(len(rows), EXPONENT_BINS)
     starts = np.cumsum([0, *lengths[:-1]])
-    table[_ENERGY_COLUMNS] *= table[_LEADING.index("top")] ** 2
-    sums = np.add.reduceat(table, starts, axis=1)
+    sums = {}
+    for name, column in table.items():
+        is_energy = name.endswith(("signal", "noise"))
+        sums[name] = np.add.reduceat(column * table["top"] ** 2 if is_energy else column, starts)
     counts = []
     for i, row in enumerate(rows):
         taken = len(row.sample.values)
         share = row.sample.elements / taken
         padding = lengths[i] * BLOCK_ELEMENTS - taken
         # Values that are not finite were measured as zeros.
-        zeros = sums[0, i] - padding - sums[1, i]
-        exponents[i, 0] -= sums[0, i]
-        not_finite = sums[1, i] * share
+        zeros = sums["zeros"][i] - padding - sums["not_finite"][i]
+        exponents[i, 0] -= sums["zeros"][i]
+        not_finite = sums["not_finite"][i] * share
         if not np.isfinite(largest[i]):
             not_finite = max(not_finite, 1.0)  # the sample may have missed it
-        scaled = (exponents[i] * share, sums[:, i] * share)
-        elements = row.sample.elements
-        counts.append(ExponentCounts(elements, zeros * share, not_finite, largest[i], *scaled))
+        own = {name: column[i] * share for name, column in sums.items()}
+        counts.append(
+            ExponentCounts(
+                row.sample.elements,
+                zeros * share,
+                not_finite,
+                largest[i],
+                exponents[i] * share,
+                own,
+            )
+        )
     return counts
 
 
@@ -319,16 +328,15 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
     tensor weighs by its energy, so that one of rounding errors alone (the gradient of a bias of
     attention keys, zero in exact arithmetic) weighs nothing next to the weight of the same module.
     """
-    sums = np.sum([c.sums for c in counted], axis=0)
+    sums = {name: sum(c.sums[name] for c in counted) for name in counted[0].sums}
     values = sum(c.exponents.sum() for c in counted)
-    signal = sums[_LEADING.index("signal")]
-    with_gradient = sums[-1 - len(STORAGE_FORMATS)]
+    signal = sums["signal"]
     # The negligible values of each tensor: more than NEGLIGIBLE_EXPONENT_GAP powers of two below
     # the largest of all tensors.
     used = np.flatnonzero(np.sum([c.exponents for c in counted], axis=0))
-    largest = [c.largest for c in counted if np.isfinite(c.largest) and c.largest]
+    largest = [c.largest for c in counted if np.isfinite(c.largest)]
     # frexp's mantissa is from 0.5 to 1, IEEE's from 1 to 2: a bias of 126, not of 127.
-    exponents = [math.frexp(value)[1] + 126 for value in largest]
+    exponents = [math.frexp(value)[1] + 126 for value in largest if value]
     highest = max([0, *used[-1:].tolist(), *exponents])
     limit = max(0, highest - NEGLIGIBLE_EXPONENT_GAP)
     below = np.array([c.exponents[:limit].sum() for c in counted])
@@ -337,28 +345,24 @@ def quantization_losses(counted: Sequence[ExponentCounts]) -> dict[str, Quantiza
         return float(count / values) if values else 0.0
 
     losses = {}
-    for i, (name, fmt, scaled) in enumerate(READINGS):
-        start = len(_LEADING) + i * len(_PER_READING)
-        underflow, subnormal, overflow, noise, small = sums[start : start + len(_PER_READING)]
+    for name, fmt, scaled in READINGS:
         # Negligible values and those that become zero are both the smallest of their tensor, so
         # the fewer of the two are those that are both.
-        vanish = np.array([c.sums[start] for c in counted])
-        negligible = float(np.minimum(vanish, below).sum())
+        vanish = np.array([c.sums[f"{name} underflow"] for c in counted])
+        overflow, noise = sums[f"{name} overflow"], sums[f"{name} noise"]
         if not scaled:
             # The largest value is known of the whole tensor, the count of the sample alone.
-            tops = [c.largest for c in counted if np.isfinite(c.largest)]
-            overflow = max(overflow, sum(top >= fmt.overflow for top in tops))
+            overflow = max(overflow, sum(top >= fmt.overflow for top in largest))
         swallowed = None
-        if with_gradient and fmt in STORAGE_FORMATS and not scaled:
-            unmoved = sums[STORAGE_FORMATS.index(fmt) - len(STORAGE_FORMATS)]
-            swallowed = float(unmoved / with_gradient)
+        if f"{name} swallowed" in sums and sums["with_gradient"]:
+            swallowed = float(sums[f"{name} swallowed"] / sums["with_gradient"])
         losses[name] = QuantizationLoss(
-            share(underflow),
-            share(subnormal),
+            share(vanish.sum()),
+            share(sums[f"{name} subnormal"]),
             share(overflow),
             sqnr_db=10 * math.log10(signal / noise) if noise else None,
             swallowed=swallowed,
-            negligible=share(negligible),
-            underflow_noise=float(small / signal) if signal else 0.0,
+            negligible=share(np.minimum(vanish, below).sum()),
+            underflow_noise=float(sums[f"{name} underflow_noise"] / signal) if signal else 0.0,
         )
     return losses

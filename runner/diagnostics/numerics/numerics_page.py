@@ -213,9 +213,8 @@ def lost_shares(numerics: Numerics, name: str, kind: str) -> tuple[list[str], ND
         The modules in the model's order, and the shares, [modules, snapshots]; NaN where a module
         was not measured.
     """
-    measured = [stats for snapshot in numerics.probes for stats in snapshot.measured]
     # A dict keeps the order and, unlike a set, drops repetitions with it.
-    names = list(dict.fromkeys(_stack_of(stats.module) for stats in measured))
+    names = list(dict.fromkeys(_stack_of(stats.module) for stats in numerics.measured))
     shares = np.full((len(names), len(numerics.probes)), np.nan)
     for column, snapshot in enumerate(numerics.probes):
         for stats in snapshot.measured:
@@ -241,7 +240,7 @@ def heat_maps(numerics: Numerics, name: str, kinds: Sequence[str] = KINDS) -> "F
     columns = min(MAX_MAP_STEPS, len(numerics.probes))
     groups = np.array_split(np.arange(len(numerics.probes)), columns)
     steps = [numerics.probes[group[-1]].step for group in groups]
-    ticks = list(range(0, len(steps), -(-len(steps) // 5)))
+    colours = _colour_scale()
     panels = []
     for kind in kinds:
         names, shares = lost_shares(numerics, name, kind)
@@ -260,33 +259,51 @@ def heat_maps(numerics: Numerics, name: str, kinds: Sequence[str] = KINDS) -> "F
         figure = Figure(figsize=size, layout="constrained")
         for i, (title, names, shares) in enumerate(panels, 1):
             axes = figure.add_subplot(1, len(panels), i)
-            _draw_panel(axes, shares)
+            shown = np.where(shares >= MIN_COLOURED_SHARE, shares, np.nan)
+            draw_heat_map(axes, shown, names, steps, *colours)
             axes.set_title(title)
-            axes.set_xticks(ticks, [str(steps[t]) for t in ticks])
             axes.set_xlabel("optimizer step")
-            # A module's name may hold a $, which is no mathematics.
-            labels = [module_label(name) for name in names]
-            axes.set_yticks(range(len(names)), labels, parse_math=False)
+            # The rows of all panels have one height.
             axes.set_ylim(height - 0.5, -0.5)
         figure.suptitle(f"{'share of values' if panels else 'nothing'} that {name} loses")
         if panels:
-            scale = ScalarMappable(*_colour_scale())
+            scale = ScalarMappable(*colours)
             look = {"location": "bottom", "aspect": 30, "format": lambda x, _: fmt.format_share(x)}
             figure.colorbar(scale, ax=figure.axes, ticks=(1e-4, 1e-2, 1), **look)
     return figure
 
 
-def _draw_panel(axes: "Axes", shares: NDArray[np.float64]) -> None:
-    """Draw coloured squares, and nothing where nothing is lost."""
+def draw_heat_map(
+    axes: "Axes",
+    values: NDArray[np.float64],
+    names: Sequence[str],
+    steps: Sequence[int],
+    norm: "LogNorm",
+    cmap: "Colormap | str",
+) -> None:
+    """Draw coloured squares, and nothing where a value is NaN.
+
+    Args:
+        axes: of the map.
+        values: [modules, steps].
+        names: of the modules, from the top.
+        steps: of which some have a label.
+        norm: scale of the values.
+        cmap: colours.
+    """
     from matplotlib.collections import PolyCollection
 
-    rows, columns = np.nonzero(shares >= MIN_COLOURED_SHARE)
+    rows, columns = np.nonzero(np.isfinite(values))
     corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
     squares = np.stack([columns, rows], 1)[:, None, :] + corners
-    values = shares[rows, columns]
-    norm, cmap = _colour_scale()
-    axes.add_collection(PolyCollection(list(squares), array=values, cmap=cmap, norm=norm))
-    axes.set_xlim(-0.5, shares.shape[1] - 0.5)
+    cells = PolyCollection(list(squares), array=values[rows, columns], cmap=cmap, norm=norm)
+    axes.add_collection(cells)
+    axes.set_xlim(-0.5, len(steps) - 0.5)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    ticks = range(0, len(steps), -(-len(steps) // 5))
+    axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
+    # A module's name may hold a $, which is no mathematics.
+    axes.set_yticks(range(len(names)), [module_label(name) for name in names], parse_math=False)
     axes.grid(visible=False)
     axes.tick_params(length=0)
 

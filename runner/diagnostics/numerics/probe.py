@@ -267,7 +267,7 @@ def _update(param: Tensor, before: Sample, gradient: Sample, most: int) -> Sampl
     # float64 weights differ by less than float32 resolves: subtract before narrowing.
     wide = torch.float64 if before.values.dtype is torch.float64 else torch.float32
     update = (after.values.to(wide) - before.values.to(wide)).float()
-    sample = Sample(update, update.abs().amax(), before.elements, before.stride)
+    sample = Sample(update, update.abs().amax(), before.elements)
     has_gradient = gradient.values != 0
     if before.values.itemsize >= 4:
         # float32 has swallowed an update of zero itself, or the learning rate is zero: that says

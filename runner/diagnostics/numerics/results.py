@@ -144,6 +144,11 @@ class Numerics:
     probes: Sequence[NumericsSnapshot]
 
     @property
+    def measured(self) -> list[TensorStats]:
+        """Return the statistics of all snapshots."""
+        return [stats for snapshot in self.probes for stats in snapshot.measured]
+
+    @property
     def computed_in(self) -> str:
         """Return the run's compute format; float16 in place of one that is not in FORMATS."""
         return self.compute if self.compute in FORMATS else "float16"
@@ -218,21 +223,20 @@ class Numerics:
         """Return by kind the modules all of whose measured numbers are 0; not of updates, for those
         of 0 may be swallowed ones."""
         is_judged: dict[tuple[str, str], bool] = defaultdict(bool)
-        for stats in (stats for snapshot in self.probes for stats in snapshot.measured):
+        for stats in self.measured:
             is_judged[stats.kind, stats.module] |= stats.largest != 0 or stats.kind == "updates"
         return fmt.grouped(key for key, judged in is_judged.items() if not judged)
 
     def _mean_losses(self, name: str) -> dict[tuple[str, str], QuantizationLoss]:
         """Return the mean loss of each module and kind over the snapshots that have values."""
         rows: dict[tuple[str, str], list[QuantizationLoss]] = defaultdict(list)
-        for snapshot in self.probes:
-            for stats in snapshot.measured:
-                if name not in stats.formats:
-                    known = ", ".join(stats.formats)
-                    raise ValueError(f"{name} was not measured. Known: {known}.")
-                # No format loses anything of zeros, which would hide what it loses of others.
-                if stats.largest != 0 or stats.kind == "updates":
-                    rows[stats.module, stats.kind].append(self.quantization_loss(stats, name))
+        for stats in self.measured:
+            if name not in stats.formats:
+                known = ", ".join(stats.formats)
+                raise ValueError(f"{name} was not measured. Known: {known}.")
+            # No format loses anything of zeros, which would hide what it loses of others.
+            if stats.largest != 0 or stats.kind == "updates":
+                rows[stats.module, stats.kind].append(self.quantization_loss(stats, name))
         return {key: _mean(losses) for key, losses in rows.items()}
 
     def quantization_loss(self, stats: TensorStats, name: str) -> QuantizationLoss:

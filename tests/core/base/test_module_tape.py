@@ -15,8 +15,8 @@ from runner.diagnostics.divergence.boundaries import comparable_modules, visited
 from runner.diagnostics.divergence.reference import Recorder
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.diagnostics.memory.memory_tracker import MemoryTracker
-from runner.diagnostics.nonfinite_trace import NonfiniteTrace
 from runner.diagnostics.numerics.probe import Probe
+from runner.modes.replay import NonfiniteTrace
 from runner.precision.forward_watch import ForwardWatch
 
 

@@ -13,7 +13,7 @@ from runner.core.loop.step import loss_of, train_step
 from runner.core.loop.step_records import STEP_METRICS, HostTransfer, RecordBuffer, StepMetric
 from runner.core.record.metric_names import METRICS
 from runner.core.record.tracker import NoTracker
-from runner.modes.task_checks import checked_losses
+from runner.diagnostics.data_checks import checked_losses
 from runner.training.callbacks.runner_callbacks import MetricLogger
 from runner.training.tasks.regression import Regression
 

@@ -8,7 +8,7 @@ from states import make_state, regression_batch, regression_net
 
 from runner.core.loop.step import train_step
 from runner.core.loop.train_state import ScheduledOptimizer, StepHook
-from runner.modes.task_checks import checked_losses
+from runner.diagnostics.data_checks import checked_losses
 from runner.training.tasks.regression import Regression
 
 

@@ -22,11 +22,7 @@ from one_off_nets import net
 from torch import nn
 
 from runner.diagnostics.divergence.compare import compare_batch, record_reference
-from runner.diagnostics.divergence.divergence_report import (
-    DivergenceReport,
-    StepComparison,
-    write_page,
-)
+from runner.diagnostics.divergence.divergence_report import DivergenceReport, write_page
 from runner.diagnostics.divergence.findings import KNOWN_SUM, first_divergence
 from runner.training.tasks.classification import Classification
 
@@ -133,7 +129,7 @@ def test_what_torchs_kernel_is_known_to_sum_in_bfloat16_is_no_alarm(plants_bug, 
     first = first_divergence(found.rows)
     assert (first.row.module, first.added.is_known_sum) == (name, known)
     assert sentence(found).endswith(f"It is known: {KNOWN_SUM}.") == known
-    report = DivergenceReport("bf16-mixed", "32-true", [StepComparison(1, found, None)])
+    report = DivergenceReport("bf16-mixed", "32-true", [found])
     write_page(report, tmp_path / "diff.html")
     page = (tmp_path / "diff.html").read_text()
     assert f", {KNOWN_SUM}</small>" in page

@@ -6,7 +6,7 @@ import torch
 from one_off_nets import net
 from torch import nn
 
-from runner.diagnostics.nonfinite_trace import NonfiniteTrace, describe_tensor, first_nonfinite
+from runner.modes.replay import NonfiniteTrace, describe_tensor, first_nonfinite
 
 
 class Times(nn.Module):

@@ -6,7 +6,7 @@ from states import make_state
 from torch import nn
 
 from runner.core.base.errors import ConfigError
-from runner.modes.task_checks import check_joinable
+from runner.diagnostics.data_checks import check_joinable
 
 
 class Compared(nn.Linear):
