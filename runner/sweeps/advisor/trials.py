@@ -98,7 +98,7 @@ class Trials:
         Args:
             words: overrides of a job; its precision and seed are not shared.
         """
-        if Sweep.current is not None:
+        if Sweep.current:
             shared = [word for word in words if not word.startswith(("precision=", "seed="))]
             Sweep.current.update_manifest(overrides=shared)
 
@@ -108,7 +108,7 @@ class Trials:
         Args:
             most: largest number of trials; 0 where it is not known.
         """
-        if Sweep.current is not None:
+        if Sweep.current:
             end_ms = fmt.now_ms() + round(1e3 * self.remaining_seconds)
             Sweep.current.update_manifest(max_trials=most, budget_end_ms=end_ms)
 

@@ -395,7 +395,7 @@ def begin_launch(config: DictConfig, launched: int, at_once: int) -> None:
 
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    if Sweep.current is not None:
+    if Sweep.current:
         # A search launches its trials in several calls, and says in n_trials how many there are.
         planned = config.hydra.sweeper.get("n_trials", 0)
         Sweep.current.update_manifest(jobs=max(launched, planned), jobs_at_once=at_once)

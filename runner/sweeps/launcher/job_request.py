@@ -67,11 +67,22 @@ class JobRequest:
             config: the job's.
             jobs: jobs that run at once.
         """
+        hydra = config.hydra
+        overrides = override_texts(hydra.overrides.task) + override_texts(hydra.overrides.hydra)
+        typed = [text for text in overrides if fmt.override_key(text) not in _JOB_KEYS]
+        sweep_folder = fmt.quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
+        number = hydra.job.num
+        job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={number}"]
+        flags = ["--config-name", str(hydra.job.config_name)]
+        for source in hydra.runtime.config_sources:
+            if source.provider == "command-line":
+                flags += ["--config-dir", str(source.path)]
         threads = None
         if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, (os.cpu_count() or 1) // jobs)
         return cls(
-            arguments=_job_arguments(config),
+            # A preset of the sweep may set hydra.mode.
+            arguments=[*typed, *job, f"hydra.job.id={number}", "hydra.mode=RUN", *flags],
             job_folder=job_folder(config),
             folder=os.getcwd(),  # noqa: PTH109
             path=[*sys.path],
@@ -97,25 +108,6 @@ class JobRequest:
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
         return 0
-
-
-def _job_arguments(config: DictConfig) -> list[str]:
-    """Return the words after `python -m runner` of the command that runs one job of a sweep.
-
-    Args:
-        config: the job's, composed; its sweep's folder is hydra.sweep.dir.
-    """
-    hydra = config.hydra
-    overrides = override_texts(hydra.overrides.task) + override_texts(hydra.overrides.hydra)
-    typed = [text for text in overrides if fmt.override_key(text) not in _JOB_KEYS]
-    sweep_folder = fmt.quote_value(os.path.abspath(hydra.sweep.dir))  # noqa: PTH100
-    job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={hydra.job.num}"]
-    flags = ["--config-name", str(hydra.job.config_name)]
-    for source in hydra.runtime.config_sources:
-        if source.provider == "command-line":
-            flags += ["--config-dir", str(source.path)]
-    # A preset of the sweep may set hydra.mode.
-    return [*typed, *job, f"hydra.job.id={hydra.job.num}", "hydra.mode=RUN", *flags]
 
 
 def compose_job_config(

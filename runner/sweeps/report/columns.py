@@ -76,13 +76,6 @@ class TableFacts:
         """Return whether the jobs evaluated a checkpoint instead of training."""
         return any(job.trained_in for job in self.jobs)
 
-    @property
-    def has_speed_ratios(self) -> bool:
-        """Return whether every group that finished has a ratio, so that examples/s say no more."""
-        return bool(self.groups) and all(
-            c.speed_ratio or not c.group.finished_count for c in self.groups
-        )
-
 
 def _group_status(c: Comparison, _: TableFacts) -> Cell:
     """Return how many jobs ended how, with the reasons."""
@@ -281,7 +274,11 @@ COLUMNS = (
         "examples/s",
         job=lambda job, _: job.examples_per_second,
         group=lambda c, _: c.group.speed.mean if c.group.speed else "",
-        is_shown=lambda facts: not facts.has_speed_ratios,
+        # Where every group that finished has a ratio, it says as much.
+        is_shown=lambda facts: (
+            not facts.groups
+            or any(c.group.finished_count and not c.speed_ratio for c in facts.groups)
+        ),
     ),
     Column(
         "memory ratio",

@@ -52,10 +52,9 @@ def format_mean_sd(spread: Spread | None) -> str:
     """Return mean ± standard deviation with two digits of the deviation; for one value the mean."""
     if spread is None:
         return ""
-    if not spread.sd:
-        mean = fmt.format_number(spread.mean)
-        return f"{mean} ± 0" if spread.n > 1 else mean
-    return format_interval(spread.mean, spread.sd)
+    if spread.sd:
+        return format_interval(spread.mean, spread.sd)
+    return f"{fmt.format_number(spread.mean)}{' ± 0' if spread.n > 1 else ''}"
 
 
 def format_interval(value: float, error: float, sign: str = "") -> str:
@@ -177,7 +176,7 @@ def rating_reason(verdict: PrecisionVerdict) -> str:
     scale = verdict.group.loss_scale
     skipped = verdict.group.skipped
     # Without a skipped step the loss scale did not begin too high.
-    if verdict.rating is Verdict.WORSE and scale is not None and skipped and skipped.high:
+    if verdict.rating is Verdict.WORSE and scale and skipped and skipped.high:
         parts.append(
             "steps were skipped until the loss scale had fallen; try "
             f"precision.loss_scale.init_scale={scale.low:g}"

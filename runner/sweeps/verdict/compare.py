@@ -165,8 +165,8 @@ def group_name(result: RunResult) -> str:
 def has_several_models(groups: Sequence[Group]) -> bool:
     """Return whether the groups train different models or data, whose qualities do not compare."""
     jobs = [job for group in groups for job in group.jobs]
-    models = {job.model for job in jobs if job.model}
-    data = {job.data for job in jobs if job.data}
+    models = {job.model for job in jobs} - {""}
+    data = {job.data for job in jobs} - {""}
     return len(models) > 1 or len(data) > 1
 
 
