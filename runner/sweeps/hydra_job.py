@@ -196,7 +196,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
         remove_keys(config, keys_left_out_of_job())
         caveat = _raise_eps(config, name)
     finished = _finished_before(config, folder, sweeping)
-    if finished is not None:
+    if finished:
         # The other processes find the result, too, and leave.
         torchrun.publish(torchrun.START_KEY, folder)
         if torchrun.process_rank().is_main:

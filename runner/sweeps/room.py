@@ -56,7 +56,7 @@ class AdviseSpec:
     def seconds(self) -> float | None:
         """Return the budget in seconds, or None if it is not understood."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", self.budget)
-        if match is None:
+        if not match:
             return None
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
 

@@ -235,7 +235,7 @@ class Sweep:
         data = replace(data, busy=busy, accepts_untried=self._accepts_untried)
         self.manifest = replace(self.manifest, finished=not data.is_unfinished, busy=busy)
         answer = data.answer
-        if status == 2 and answer.failed and data.gate is None:
+        if status == 2 and answer.failed and not data.gate:
             # A search gives up with 2 where no job gave it a number.
             status = 1
         console = plain_console()
@@ -324,7 +324,7 @@ class Sweep:
         It replaces the report over the jobs that ran here. Without other machines, or where the
         store does not answer, return the data as given.
         """
-        if jobs_file is None or not (self.joins_other_sweep or self.tracker.complete):
+        if not jobs_file or not (self.joins_other_sweep or self.tracker.complete):
             return data
         uri = getattr(self.tracker, "uri", "")
         parent = self.tracker.run_id

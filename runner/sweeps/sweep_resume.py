@@ -329,7 +329,7 @@ def _find_folder(name: str, uri: str | None, is_unfinished: bool) -> Path:
     """
     if name != "last":
         folder = locate.find_sweep(name, uri, RESUME_KEY)
-        if folder is not None:
+        if folder:
             return folder
         raise ConfigError(
             f"{RESUME_KEY}={name}: no sweep is there. Type {RESUME_KEY}=last, or the folder of a "

@@ -128,7 +128,7 @@ def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
     try:
         reader = Reader(existing_store(name, tracking))
         run = reader.run(name) if name.isalnum() else None
-        if run is not None and run.tags.get("role") != "sweep":
+        if run and run.tags.get("role") != "sweep":
             settings = partial(stored_settings, reader, run)
             return [Job(result_of_run(reader, run), read_settings=settings)]
         parent = find_parent_run(reader, name)
@@ -378,7 +378,7 @@ def _baseline_spec(config: DictConfig, extras: Collection[str]) -> RunSpec:
 def _command_words(config: DictConfig, config_dir: Path | None) -> list[str]:
     """Return the words of a command with the same config folder and config name."""
     words = [*RUNNER_COMMAND]
-    if config_dir is not None:
+    if config_dir:
         words += ["--config-dir", os.path.relpath(config_dir)]
     if config.hydra.job.config_name != "config":
         words += ["--config-name", config.hydra.job.config_name]
@@ -399,7 +399,7 @@ def _typed_precisions(
         ConfigError: one of them is not the name of a precision, or mode=gate has not one of them.
     """
     override = next((o for o in overrides if o.get_key_element() == "precision"), None)
-    if override is None:
+    if not override:
         if mode == "gate":
             raise ConfigError(
                 "mode=gate asks about one precision. Type precision=<it>, as in "

@@ -209,7 +209,7 @@ class RemedySearch:
         (seed,) = self.command.trial_seeds(1)
         result = self._run_trial(verdict.group.precision, seed, override)
         loss = self.trials.request.judged_loss(result.metrics) if result else None
-        if result is None or result.outcome != "finished" or loss is None:
+        if not result or result.outcome != "finished" or loss is None:
             return False
         return loss - self.trials.advice().baseline_losses[seed] <= max_gap
 
@@ -223,7 +223,7 @@ class RemedySearch:
         if margin is None:
             # One trial decides, and seeds alone seldom put a loss further away than two deviations.
             margin = 2 * self.trials.advice().baseline_spread
-        if verdict.test is None or verdict.rating is not Verdict.WORSE:
+        if not verdict.test or verdict.rating is not Verdict.WORSE:
             return margin
         return max(margin, ACCEPTED_GAP_SHARE * verdict.test.value)
 
@@ -256,7 +256,7 @@ class RemedySearch:
             # The baseline has no loss for the last seed, which is one after those of the rounds.
             if seed not in self.trials.advice().baseline_losses:
                 self._run_trial(request.baseline, seed)
-            if self._run_trial(name, seed, override) is None:
+            if not self._run_trial(name, seed, override):
                 break
         verified = f"{name} {override}"
         if any(one.name == verified and one.is_failing for one in self.trials.advice().verdicts):

@@ -101,7 +101,7 @@ class TrialScheduler:
             self._set_budget(self._measure_baseline(), others)
         command = self.command
         pairs = product(command.precisions, command.trial_seeds(self.request.seeds))
-        self.trials.announce(sum(command.recorded_result(*pair) is None for pair in pairs))
+        self.trials.announce(sum(not command.recorded_result(*pair) for pair in pairs))
         if self.request.mode == "gate":
             run_gate_rounds(self.trials)
             return
@@ -116,7 +116,7 @@ class TrialScheduler:
         advice = self.trials.advice()
         failing = [verdict.group.precision for verdict in advice.verdicts if verdict.is_failing]
         # Nothing is recommended if not even the baseline trains.
-        if not failing or advice.recommendation is None:
+        if not failing or not advice.recommendation:
             return
         diagnoses = self._diagnose(failing)
         # Without a spread of the baseline's loss between seeds there is no gap to accept by.
@@ -200,7 +200,7 @@ class TrialScheduler:
         self.trials.record_shared_overrides(trial)
         result = self.trials.launch(trial)
         self.trials.delete_jobs()
-        if result is None or result.status != "finished" or not result.step_ms:
+        if not result or result.status != "finished" or not result.step_ms:
             reason = f"{baseline} took no step: there is nothing to compare."
             raise ConfigError(result.error or reason if result else reason)
         return result
@@ -318,14 +318,14 @@ class TrialScheduler:
         results: list[RunResult] = []
         for number, name in enumerate(order):
             known = self.command.recorded_result(name, seed)
-            if known is not None:
+            if known:
                 results.append(known)
                 continue
             if number and self.trials.remaining_seconds <= 0:
                 self.console.print(f"the budget ends before {', '.join(order[number:])}")
                 break
             result = self.trials.run(name, seed)
-            if result is not None:
+            if result:
                 results.append(result)
         return results
 
@@ -405,7 +405,7 @@ def run_gate_rounds(trials: Trials) -> None:
         order = command.precisions[:: -1 if number % 2 else 1]
         for precision in order:
             # The baseline's trials may be recorded.
-            if command.recorded_result(precision, seed) is None:
+            if not command.recorded_result(precision, seed):
                 trials.run(precision, seed)
         longest_seconds = max(longest_seconds, before - trials.remaining_seconds)
         verdict = _checked_verdict(trials)
@@ -433,7 +433,7 @@ def _checked_verdict(trials: Trials) -> GateVerdict:
                 f"({each.rating}). Type another advise.baseline, or settings that it trains with."
             )
     verdict = gate_verdict(advice)
-    if verdict is None or verdict.precision.rating in NOT_TRAINED:
+    if not verdict or verdict.precision.rating in NOT_TRAINED:
         reason = verdict.reason if verdict else "no trial wrote a result"
         precision = trials.command.precisions[1]
         raise ConfigError(f"mode=gate has no answer for {precision}: {reason}.")

@@ -51,7 +51,7 @@ _fork_server: ForkServerClient | None = None
 def shared_fork_server() -> ForkServerClient:
     """Return this process's fork server, one for all its sweeps; a new one if it was killed."""
     global _fork_server
-    if _fork_server is None or not _fork_server.is_alive:
+    if not _fork_server or not _fork_server.is_alive:
         _close_fork_server()
         _fork_server = ForkServerClient()
     return _fork_server
@@ -59,7 +59,7 @@ def shared_fork_server() -> ForkServerClient:
 
 @atexit.register
 def _close_fork_server() -> None:
-    if _fork_server is not None:
+    if _fork_server:
         _fork_server.close()
 
 
@@ -101,7 +101,7 @@ class StopRequests(stop_signals.SignalHandler):
     def read_new_signals(self) -> list[int]:
         """Return signals received since the last call; those within 0.5 s count as one."""
         # The signal that the stop file names, once, unless a signal came before.
-        if not self._times and self._stop_file is not None and self._stop_file.exists():
+        if not self._times and self._stop_file and self._stop_file.exists():
             self.handle_signal(int(self._stop_file.read_text()))
             self._stop_file = None
         new = [*os.read(self._read_end, 64)] if select([self], [], [], 0)[0] else []
@@ -279,7 +279,7 @@ class JobRunner:
             command = job_invocation(sweeping=True).command_text()
         status = "KILLED" if signals else "FAILED"
         journal = job.journal.end(status, reason, notes.failed_note(command, status, reason))
-        if journal is not None:
+        if journal:
             self._unsaved_journals.append(journal)
 
 

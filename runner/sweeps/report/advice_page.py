@@ -43,14 +43,14 @@ PEAK_NOTE = (
 
 def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
     """Return the answer of mode=advise or mode=gate."""
-    if gate is not None:
+    if gate:
         return _gate_answer(gate)
     if advice.request.mode == "gate":
         return Answer("Undecided: it was stopped before a trial of the precision had ended.")
     pick = advice.recommendation
     baseline = advice.request.baseline
     caveats = _caveats(advice)
-    if pick is None:
+    if not pick:
         text = (
             f"No advice: {baseline} itself did not train in every trial, and others are judged by "
             "it."
@@ -74,7 +74,7 @@ def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
         gains.insert(0, speed_words(pick.comparison))
     gain = " and ".join(filter(None, gains)) or "no costlier"
     test = pick.test
-    if test is None:
+    if not test:
         loss = "the baseline"
     elif test.verdict is Verdict.BETTER:
         which = "lower" if advice.request.sign > 0 else "higher"
@@ -170,9 +170,9 @@ def _looks_table(gate: GateVerdict) -> Table:
 
 def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
     """Yield what the page has under the answer: the table, alternatives, the method."""
-    if gate is not None and gate.looks:
+    if gate and gate.looks:
         yield _looks_table(gate)
-    if gate is None:
+    if not gate:
         yield advice_table(advice)
         yield from _alternatives(advice)
         if advice.request.unavailable:
@@ -227,7 +227,7 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
             "differ by a standard deviation of "
             f"{fmt.format_number(advice.baseline_spread)}. {accepted}",
         )
-    if gate is not None:
+    if gate:
         yield (
             "Test",
             f"after each seed from the {MIN_SEEDS}rd to the {request.seeds}th at most, a "

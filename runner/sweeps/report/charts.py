@@ -238,7 +238,7 @@ class _Charts:
 
     def intervals(self) -> list[Interval]:
         """Return the differences to the baseline that the verdicts rest on."""
-        if self.gate is not None:
+        if self.gate:
             colour = self.style_of[self.gate.precision.name][0]
             return [(f"{o.seeds} seeds", colour, o.gap, o.half_width) for o in self.gate.looks]
         tested = [(c.group, c.difference) for c in self.judged if c.difference]
@@ -255,7 +255,7 @@ class _Charts:
         job = next(c for c in self.judged if c.difference).group.jobs[0]
         metric, direction, sign = job.quality, job.direction, 1
         notes = "bars: 95 % interval"
-        if self.advice is not None:
+        if self.advice:
             settings = self.advice.request
             metric, direction, sign = settings.metric, settings.direction, settings.sign
             notes = "bars: interval of the test"

@@ -100,7 +100,7 @@ def _verdict_rating(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
 def _group_quality(c: Comparison, facts: TableFacts) -> Cell:
     """Return mean ± standard deviation of the quality, with the number of seeds."""
     quality = c.group.quality
-    if quality is None:
+    if not quality:
         return Cell("diverged" if c.group.counts["diverged"] else "", "bad")
     qualities = [other.group.quality for other in facts.groups if other.group.quality]
     note = f"{quality.n} seeds" if quality.n > 1 else "one seed"
@@ -122,7 +122,7 @@ def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
         return Cell("baseline", "quiet")
     if c.trains_less:
         return Cell(f"trains {fmt.format_percent(c.group.trained_share)}", "quiet", "not compared")
-    if c.difference is None:
+    if not c.difference:
         return Cell("")
     verdict, numbers = difference_words(c.difference)
     tone = VERDICT_TONES.get(c.difference.verdict, "")
@@ -133,7 +133,7 @@ def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
 def _group_speed_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of speeds with its range over seeds and a bar."""
     is_real = any(job.kernels != "emulated" for job in c.group.jobs)
-    if c.speed_ratio is None and c.difference and is_real:
+    if not c.speed_ratio and c.difference and is_real:
         return Cell("not timed", "quiet")
     ratios = [other.speed_ratio.value for other in facts.groups if other.speed_ratio]
     bar = c.speed_ratio.value / max(ratios) if c.speed_ratio and ratios else None
@@ -387,7 +387,7 @@ def _table(
     text_columns = set()
     for column in columns:
         make = getattr(column, kind)
-        if make is None or not column.is_shown(facts):
+        if not make or not column.is_shown(facts):
             continue
         cells = [_cell(make(row, facts)) for row in rows]
         if any(cell.text for cell in cells):

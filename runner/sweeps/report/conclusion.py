@@ -104,7 +104,7 @@ def two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return the verdicts on each group of two sweeps against 32-true of the first one."""
     clauses = []
     for comparison in comparisons:
-        if comparison.baseline is None or comparison.is_baseline:
+        if not comparison.baseline or comparison.is_baseline:
             continue
         words = [verdict_word(comparison), speed_word(comparison)]
         clauses.append(f"{comparison.group.name}: {', '.join(filter(None, words)) or 'no result'}")
@@ -148,7 +148,7 @@ def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> 
     groups = [comparison.group for comparison in ended]
     if any(group.is_evaluation for group in groups):
         return DeviceAnswer(_evaluation_sentence(groups))
-    if len(ended) == 1 and (ended[0].is_baseline or ended[0].baseline is None):
+    if len(ended) == 1 and (ended[0].is_baseline or not ended[0].baseline):
         return _only_answer(ended[0])
     if len({group.settings for group in groups}) > 1:
         return DeviceAnswer(settings_sentence(ended, every))
@@ -194,8 +194,8 @@ def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
     words: tuple[str, ...] = ()
     aim = ""
     for other in compared:
-        assert other.difference is not None
-        assert other.group.quality is not None
+        assert other.difference
+        assert other.group.quality
         verdict, numbers = difference_words(other.difference)
         if other.is_judged:
             numbers = ", ".join(filter(None, [verdict, numbers]))
@@ -249,14 +249,14 @@ def _checkpoint_sentence(groups: Sequence[Group]) -> str:
     nearest = min(others, key=lambda g: abs(g.change.mean) if g.change else math.inf)
     # One group can be both: it is named once.
     changes = dict.fromkeys([_change_words(lightest), _change_words(nearest)])
-    assert first.quality is not None
-    assert first.change is not None
+    assert first.quality
+    assert first.change
     before = fmt.format_number(first.quality.mean - first.change.mean)
     return f"{first.metric} was {before} as trained in {trained_in}: {'; '.join(changes)}."
 
 
 def _change_words(group: Group) -> str:
-    assert group.change is not None
+    assert group.change
     weights = ""
     if group.weights_mib:
         weights = f" ({fmt.format_number(group.weights_mib.mean)} MiB of weights)"
@@ -315,7 +315,7 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
     if faster and not fit:
         return _open_answer(_fastest(faster), ended)
     pick = _fastest(fit or timed)
-    assert pick.difference is not None
+    assert pick.difference
     verdict, numbers = difference_words(pick.difference)
     evidence = ", ".join(filter(None, [numbers, f"{pick.difference.n} seeds"]))
     costs = _cost_words(pick, f"Train in {pick.group.name}", "nothing as good")
@@ -342,7 +342,7 @@ def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> DeviceAnswer
         text = f"{start} the last step moved none of {share} of its weights."
         return DeviceAnswer(text, words, "to keep such updates")
     difference = rival.difference
-    assert difference is not None
+    assert difference
     quality = group.metric
     worst = rival.loss_gap + difference.ci_half_width
     numbers = f"{format_interval(difference.value, difference.ci_half_width, '+')}, "
@@ -460,10 +460,10 @@ def _precisions(grid: Grid) -> dict[str, None]:
 
 def _quality_cell(comparison: Comparison | None, best: Sequence[Comparison | None]) -> Cell:
     """Return a group's quality, or how its jobs ended without one; empty if it was not swept."""
-    if comparison is None:
+    if not comparison:
         return Cell("")
     group = comparison.group
-    if group.quality is None:
+    if not group.quality:
         return Cell(outcome_words(group), "bad")
     text = format_mean_sd(group.quality)
     return Cell(text, "good", "best") if comparison in best else Cell(text)

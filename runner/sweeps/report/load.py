@@ -160,7 +160,7 @@ def load_from_store(reader: "Reader", parent: "StoredRun") -> SweepData:
     for result in results:
         job = Job(result)
         run = runs.get(result.run_id or "")
-        if run is not None:
+        if run:
             # The exact history that the run stored, else the store's own points.
             curves = reader.history(run.run_id, _CURVE_METRICS)
             has_routers = any(name.startswith("experts/") for name in run.metrics)
@@ -353,7 +353,7 @@ def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
     folder = Path(sweep) if sweep and path_exists(sweep) else None
     if sweep is None and not any(key.startswith("tracking.") for key in typed):
         folder = next(iter(newest_sweeps()), None)
-    if folder is not None:
+    if folder:
         return write_report(load_from_folder(folder), Path(out) if out else folder)
     uri = existing_store(sweep, typed)
     if sweep is None:
@@ -361,7 +361,7 @@ def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
 
         name = resolve_experiment(typed.get("tracking.experiment"))
         newest = Reader(uri).newest_sweep(name)
-        if newest is None:
+        if not newest:
             raise ConfigError(
                 f"There is no sweep in the experiment {name!r} of {secrets.redact(uri)}. Type "
                 "report <sweep folder or parent run id>."
@@ -423,7 +423,7 @@ def store_report(
 
     reader = Reader(uri)
     parent = find_parent_run(reader, sweep_id)
-    if jobs is not None:
+    if jobs:
         reader.log_artifact(parent.run_id, jobs, JOB_RESULTS_FOLDER)
     data = load_from_store(reader, parent)
     paths = write_report(data, folder)
@@ -474,12 +474,12 @@ def find_parent_run(reader: "Reader", name: str) -> "StoredRun":
     """Return the parent run of a sweep, named by its own id, a job's run id or the sweep's id."""
     # Run ids are letters and digits; another name cannot be looked up as one.
     run = reader.run(name) if name.isalnum() else None
-    if run is not None and run.tags.get("role") == "sweep":
+    if run and run.tags.get("role") == "sweep":
         return run
     sweep_id = run.tags.get("sweep_id", "") if run else name
     # The id becomes part of a filter of MLflow's, in which a quote ends the text.
     parent = reader.sweep(sweep_id) if sweep_id and "'" not in sweep_id else None
-    if parent is None:
+    if not parent:
         raise ConfigError(
             f"{name} is no sweep: neither a sweep's folder here, nor a parent run or a sweep id "
             f"in {secrets.redact(reader.uri)}. Type report <sweep folder or parent run id>, and "

@@ -120,12 +120,12 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         files.write_text(folder / "report.html", to_html(title, [*answer, *charts, *details])),
     ]
     figure = overview_figure(data)
-    if figure is not None:
+    if figure:
         paths.append(files.prepare_output(folder / "report.png"))
         figure.savefig(paths[-1], dpi=110)
     record = data.answer.record
     paths += write_rows(data.results, folder, {**record.metrics, **record.tags})
-    if data.gate is not None:
+    if data.gate:
         paths.append(files.write_json(folder / layout.VERDICT, data.gate.to_json()))
     return paths
 
@@ -151,7 +151,7 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
 
 def advice_html(data: SweepData) -> str:
     """Return the answer of mode=advise as a notebook shows it."""
-    assert data.advice is not None
+    assert data.advice
     blocks = [*_answer_blocks(data), *advice_blocks(data.advice, data.gate)]
     return notebook_frame(to_html("mode=advise", blocks))
 
@@ -224,7 +224,7 @@ def _compared_blocks(data: SweepData) -> Iterator[Block]:
     verdict = common_verdict(compared)
     if verdict:
         yield Text(f"Against the baseline, each one with a result: {verdict}.", "small")
-    alone = [c.group for c in compared if c.baseline is None and c.group.finished_count]
+    alone = [c.group for c in compared if not c.baseline and c.group.finished_count]
     names = join_names(group.name for group in alone if group.precision != BASELINE)
     # Without any baseline the conclusion says so already.
     if names and any(comparison.baseline for comparison in compared):

@@ -144,7 +144,7 @@ class SweepData:
     @cached_property
     def advice(self) -> Advice | None:
         """Return what mode=advise and mode=gate say of each precision, None for any other sweep."""
-        if self.request is None:
+        if not self.request:
             return None
         return rank_precisions(self.results, self.request, self.untrained)
 
@@ -231,7 +231,7 @@ class SweepData:
             return None
         # A sweep is a new one, and gets a folder of its own.
         dropped = [f"{fmt.override_key(word)}=" for word in typed] + ["hydra.sweep.dir="]
-        if answer.pick is not None:
+        if answer.pick:
             chosen = (result.left_out for result in self.results if typed[0] in result.overrides)
             left_out = next(chosen, ())
             presets = ("sweep", "hydra.", "hydra/", "launcher=", "-m", "--multirun")
@@ -287,12 +287,12 @@ class SweepData:
 
     def _judged(self) -> list[tuple[Comparison, str]]:
         """Return each comparison as the answer takes it, with its verdict in words."""
-        if self.gate is not None:
+        if self.gate:
             look = self.gate.looks[-1] if self.gate.looks else None
             tested = look and Difference(Verdict.UNCLEAR, look.gap, look.seeds, look.half_width)
             comparison = replace(self.gate.precision.comparison, difference=tested)
             return [(comparison, self.gate.decision)]
-        if self.advice is None:
+        if not self.advice:
             return [(comparison, verdict_words(comparison)) for comparison in self.compared]
         return [(verdict.comparison, rating_words(verdict)) for verdict in self.advice.verdicts]
 

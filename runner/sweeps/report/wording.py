@@ -50,7 +50,7 @@ LARGEST_ERROR = 1e300
 
 def format_mean_sd(spread: Spread | None) -> str:
     """Return mean ± standard deviation with two digits of the deviation; for one value the mean."""
-    if spread is None:
+    if not spread:
         return ""
     if spread.sd:
         return format_interval(spread.mean, spread.sd)
@@ -82,7 +82,7 @@ def format_ratio(ratio: Ratio | None) -> str:
 
 def format_range(ratio: Ratio | None) -> str:
     """Return a ratio's interval over seeds, empty with one seed."""
-    if ratio is None or ratio.low == ratio.high:
+    if not ratio or ratio.low == ratio.high:
         return ""
     return f"{ratio.low:.2f} to {ratio.high:.2f}"
 
@@ -201,10 +201,10 @@ def reason_sentence(verdict: PrecisionVerdict) -> str:
     if verdict.rating is Verdict.SLOW:
         step = min(job.steps for job in group.jobs)
         return f"a trial reached step {step} in {TIMEOUT_WORDS} {request.baseline}'s time"
-    if test is None:
+    if not test:
         # Any other metric than the loss is the quality of the trials.
         spread = group.loss if request.metric == metric_names.VAL_LOSS else group.quality
-        if spread is None or verdict.name != request.baseline:
+        if not spread or verdict.name != request.baseline:
             return ""
         deviation = f"seeds differ by {fmt.format_number(spread.sd)}"
         seeds = "one seed" if spread.sd is None else deviation

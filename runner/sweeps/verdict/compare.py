@@ -84,7 +84,7 @@ class Group:
     @property
     def is_complete(self) -> bool:
         """Return whether every job finished with a finite quality."""
-        return self.quality is not None and self.counts["finished"] == len(self.jobs)
+        return bool(self.quality) and self.counts["finished"] == len(self.jobs)
 
     @property
     def is_evaluation(self) -> bool:
@@ -263,7 +263,7 @@ class Comparison:
     def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
         """Return the verdict on speed by the ratio's interval; empty without a ratio."""
         ratio = self.speed_ratio
-        if ratio is None or self.is_baseline:
+        if not ratio or self.is_baseline:
             return ""
         if self.was_busy:
             return "unclear"
@@ -310,7 +310,7 @@ def compare_with_baselines(
     family_size = sum(len(qualities_by_seed(groups[i])) >= MIN_SEEDS for i in tested)
     for places in fmt.grouped((id(compared[i].baseline), i) for i in tested).values():
         baseline = compared[places[0]].baseline
-        assert baseline is not None
+        assert baseline
         judged = [groups[i] for i in places]
         tests = quality_tests(
             [qualities_by_seed(group) for group in judged],
@@ -342,7 +342,7 @@ def _baseline_of(
     exact = candidates.get((group.settings, group.device))
     base = exact or candidates.get((shared, group.device))
     # A second sweep may have run on another machine.
-    if base is None and group.sweep == SECOND_SWEEP:
+    if not base and group.sweep == SECOND_SWEEP:
         return next((each for (own, _), each in candidates.items() if own == shared), None)
     return base
 
@@ -350,7 +350,7 @@ def _baseline_of(
 def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) -> Comparison:
     """Compare the speed and memory of a group and a baseline; without ratios if either has no
     finished job. For `busy` see compare_with_baselines."""
-    if baseline is None or not baseline.finished_count or not group.finished_count:
+    if not baseline or not baseline.finished_count or not group.finished_count:
         return Comparison(group, baseline)
     memory_ratio = None
     # A process's memory on a CPU and a device's memory are different numbers.
@@ -371,7 +371,7 @@ def _has_comparable_quality(comparison: Comparison) -> bool:
     """Return whether a group's quality is of the same model, data and metric as its baseline's."""
     group = comparison.group
     baseline = comparison.baseline
-    if baseline is None or comparison.is_baseline or comparison.trains_less:
+    if not baseline or comparison.is_baseline or comparison.trains_less:
         return False
     # An evaluated checkpoint is compared with its own precision (Group.change), not with 32-true.
     if group.is_evaluation or has_several_models([group, baseline]):

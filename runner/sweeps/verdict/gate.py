@@ -198,7 +198,7 @@ def gate_verdict(advice: Advice) -> GateVerdict | None:
     if request.mode != "gate":
         return None
     precision = next((v for v in advice.verdicts if v.name != request.baseline), None)
-    if precision is None:
+    if not precision:
         return None
     bar = request.accepted.gap(advice.baseline_spread)
     sure_bar = request.accepted.certain_gap(advice.baseline_spread, len(advice.baseline_losses))

@@ -238,10 +238,10 @@ def _verdict(
 ) -> PrecisionVerdict:
     """Return the verdict on a group, before one is recommended."""
     comparison = replace(compare_two_groups(group, base, request.busy), difference=test)
-    if base is not None and base.device != group.device:
+    if base and base.device != group.device:
         # A recorded baseline of another machine: neither its speed nor its memory compares.
         comparison = replace(comparison, speed_ratio=None, memory_ratio=None)
-    elif comparison.speed_ratio is not None and comparison.speed_ratio.n < MIN_SEEDS:
+    elif comparison.speed_ratio and comparison.speed_ratio.n < MIN_SEEDS:
         comparison = replace(comparison, speed_ratio=None)
     precision = group.precision
     is_emulated = precision in request.emulated
@@ -311,14 +311,14 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
     measured: list[tuple[int, Ratio]] = []
     for verdict in verdicts:
         ratio = verdict.comparison.speed_ratio
-        if ratio is not None and verdict.comparison.speed_verdict in ("faster", "slower"):
+        if ratio and verdict.comparison.speed_verdict in ("faster", "slower"):
             measured.append((id(verdict), ratio))
     speeds = dict.fromkeys(map(id, verdicts), 1.0)
     leader: Ratio | None = None
     for key, ratio in sorted(measured, key=lambda pair: pair[1].value, reverse=True):
         # A precision slower than the baseline must not get the speed of one that is faster.
-        is_across_baseline = leader is not None and (ratio.value > 1) != (leader.value > 1)
-        if leader is None or ratio.high < leader.low or is_across_baseline:
+        is_across_baseline = leader and (ratio.value > 1) != (leader.value > 1)
+        if not leader or ratio.high < leader.low or is_across_baseline:
             leader = ratio
         speeds[key] = leader.value
     return speeds

@@ -210,7 +210,7 @@ class Ratio:
             None if one of the groups has no value.
         """
         mean = MeanDifference.of_groups(_logarithms(group), _logarithms(baseline))
-        if mean is None:
+        if not mean:
             return None
         pairs = pair_by_seed(group, baseline)
         value = median(_known_values(group)) / median(_known_values(baseline))
@@ -270,7 +270,7 @@ def quality_tests(
     losses = []
     for group in groups:
         mean = MeanDifference.of_groups(group, baseline)
-        assert mean is not None
+        assert mean
         losses.append(replace(mean, value=sign * mean.value, resolution=resolution))
     tests = non_inferiority_tests(losses, _known_values(baseline), tolerance, family_size)
     return [replace(test, value=sign * test.value) for test in tests]
