@@ -481,4 +481,3 @@ class AdviseSweeper(Sweeper):
         command = AdviseCommand.from_config(self._config)
         resumes = bool(self._config.hydra.callbacks.sweep.resume)
         TrialScheduler(Trials(command, self._launcher, folder, resumes)).run()
-        return None

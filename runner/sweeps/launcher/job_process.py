@@ -105,7 +105,7 @@ class JobProcess:
         self._selector = selector
         # The kernel counts kills since the machine started: those of before are subtracted.
         self._oom_kills_before = oom_kills()
-        self._readers: dict[io.FileIO, Callable[[], bool]] = {}
+        self._readers: dict[io.FileIO, Callable[[bytes], None]] = {}
         self._unsent_signals: list[int] = []
         self._out = OutputStream(sys.stdout, prefix)
         self._err = OutputStream(sys.stderr, prefix)
@@ -154,17 +154,19 @@ class JobProcess:
         for source in [*self._readers]:
             self._drop(source)
 
-    def _open_pipe(self, feed: Callable[[bytes], bool]) -> int:
+    def _open_pipe(self, feed: Callable[[bytes], None]) -> int:
         """Return the file descriptor to write to, of a pipe whose data goes to `feed`."""
         read_end, write_end = os.pipe()
         file = open(read_end, "rb", buffering=0)  # noqa: PTH123, SIM115
-        self._readers[file] = lambda: feed(file.read(_READ_BYTES))
+        self._readers[file] = feed
         self._selector.register(file, EVENT_READ, lambda: self._read(file))
         return write_end
 
     def _read(self, source: io.FileIO) -> None:
         """Read new data of a pipe, which is closed at its end."""
-        if not self._readers[source]():
+        data = source.read(_READ_BYTES)
+        self._readers[source](data)
+        if not data:
             self._drop(source)
 
     def _drop(self, source: io.FileIO) -> None:
@@ -172,7 +174,7 @@ class JobProcess:
         del self._readers[source]
         source.close()
 
-    def _read_status(self, data: bytes) -> bool:
+    def _read_status(self, data: bytes) -> None:
         """Read the process id, then the exit status; the pipe closes when the process is gone."""
         # No number is cut in two: the kernel writes as few bytes to a pipe at once.
         for (number,) in STATUS_STRUCT.iter_unpack(data):
@@ -183,7 +185,6 @@ class JobProcess:
             else:
                 self.exit_status = number
         self.has_ended = not data
-        return bool(data)
 
 
 class OutputStream:
@@ -205,8 +206,8 @@ class OutputStream:
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._unfinished_line = ""
 
-    def feed(self, data: bytes) -> bool:
-        """Forward data that was read; return False at the end of the output.
+    def feed(self, data: bytes) -> None:
+        """Forward data that was read.
 
         Args:
             data: empty at the end.
@@ -225,7 +226,6 @@ class OutputStream:
             shown = "".join(x if x.startswith("job ") else self._prefix + x for x in lines)
         self._target.write(shown)
         self._target.flush()
-        return bool(data)
 
 
 def exit_reason(

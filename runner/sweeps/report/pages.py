@@ -55,10 +55,6 @@ MAX_FAILED_JOB_NAMES = 6
 """Names of the jobs that failed for one reason."""
 SCHEMA_VERSION = 1
 """Version of report.json; a new column does not change it."""
-TEST_SOURCES = {
-    "paired t": "paired t, Student 1908, over equal seeds",
-    "Welch": "Welch 1947; paired t over the seeds that both have",
-}
 QUALITY_NOTE = """the last evaluation's, mean ± sample standard deviation (number of seeds);
 diverged jobs are not in the mean. Seeds: {seeds}."""
 CHANGE_NOTE = "against what the checkpoint reached in the precision it was trained in."
@@ -292,8 +288,10 @@ def _quality_note(data: SweepData) -> str:
 
 def _verdict_note(data: SweepData) -> str:
     tests = {comparison.difference.test for comparison in data.compared if comparison.difference}
-    # Welch's note names the paired test, too: groups of one report can need either.
-    source = TEST_SOURCES["Welch" if "Welch" in tests else "paired t"]
+    source = "paired t, Student 1908, over equal seeds"
+    if "Welch" in tests:
+        # This names the paired test, too: groups of one report can need either.
+        source = "Welch 1947; paired t over the seeds that both have"
     accepted = data.tolerance
     unit = f"{accepted.deviations:g} × the deviation of {BASELINE}'s seeds (advise.tolerance)"
     if accepted.max_gap is not None:

@@ -178,7 +178,7 @@ def rank_precisions(
 def _is_search_trial(group: Group) -> bool:
     """Return whether the jobs measure numbers, or try remedies that the search dropped."""
     # A remedy that heals is repeated over more seeds than a verdict needs: one of them chose it.
-    is_dropped = bool(group.settings) and group.counts.get("finished", 0) <= MIN_SEEDS
+    is_dropped = bool(group.settings) and group.counts["finished"] <= MIN_SEEDS
     return is_dropped or any(word.startswith("numerics.") for word in group.settings)
 
 
