@@ -195,7 +195,8 @@ class _Charts:
         # Without the search of mode=advise for remedies, and group by group: the narrow curves of
         # the last ones are above the wide ones.
         by_name = fmt.grouped((group_name(job.result), job) for job in data.jobs)
-        self.jobs = [job for name in order for job in by_name[name]]
+        # A recorded baseline has no job here.
+        self.jobs = [job for name in order for job in by_name.get(name, ())]
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
         self.seeds = sorted({job.result.seed or 0 for job in self.jobs})
         self.joins_seeds = len(self.seeds) > len(DASH_PATTERNS)
