@@ -3,10 +3,10 @@
 docs/python.md describes the functions of this package.
 """
 
-import random
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from runner.core.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from runner.api.composition import compose as compose
@@ -23,24 +23,6 @@ if TYPE_CHECKING:
     from runner.core import Unavailable as Unavailable
     from runner.sweeps.verdict.ranking import Advice as Advice
 
-_MODULES = {
-    "Advice": "runner.sweeps.verdict.ranking",
-    "ConfigError": "runner.core",
-    "RunCallback": "runner.core",
-    "RunResult": "runner.api.runs",
-    "RunSpec": "runner.core",
-    "RunnerError": "runner.core",
-    "SweepResult": "runner.api.sweeps",
-    "Unavailable": "runner.core",
-    "advise": "runner.api.sweeps",
-    "compose": "runner.api.composition",
-    "load": "runner.api.sweeps",
-    "run": "runner.api.runs",
-    "sweep": "runner.api.sweeps",
-}
-"""Module of each public name. They are imported when they are used: the command line answers
---help without torch."""
-
 # A wheel has conf/ and models/ inside this package; a checkout has them next to it.
 if not (Path(__file__).parent / "conf").exists():
     __path__.append(str(Path(__file__).parent.parent))
@@ -48,17 +30,15 @@ if not (Path(__file__).parent / "conf").exists():
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # rich draws a random number for styles that it makes when it is imported.
-    drawn = random.getstate()
-    value = getattr(import_module(_MODULES[name]), name)
-    random.setstate(drawn)
-    # Python asks for a name once.
-    globals()[name] = value
-    return value
+_HOMES = {
+    "api.composition": "compose",
+    "api.runs": "RunResult run",
+    "api.sweeps": "SweepResult advise load sweep",
+    "core": "ConfigError RunCallback RunSpec RunnerError Unavailable",
+    "sweeps.verdict.ranking": "Advice",
+}
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *" ".join(_HOMES.values()).split()})

@@ -6,8 +6,9 @@ plain functions: files, fmt, terminal and others. Each name is imported when it 
 the command line answers --help without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from runner.core.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from runner.core.base import accelerators as accelerators
@@ -135,60 +136,47 @@ __all__ = [
 ]
 
 _HOMES = {
-    "base.accelerators": "",
-    "base.errors": "ConfigError RunnerError Unavailable refuse",
-    "base.files": "",
-    "base.fmt": "",
-    "base.layout": "",
-    "base.module_tape": "",
-    "base.module_tree": "",
-    "base.random_streams": "",
-    "base.secrets": "",
-    "base.stop_signals": "",
-    "base.tensor_facts": "",
-    "base.terminal": "",
-    "base.torchrun": "",
+    "base.accelerators": "accelerators",
+    "base.errors": "ConfigError RunnerError Unavailable refuse errors",
+    "base.files": "files",
+    "base.fmt": "fmt",
+    "base.layout": "layout",
+    "base.module_tape": "module_tape",
+    "base.module_tree": "module_tree",
+    "base.random_streams": "random_streams",
+    "base.secrets": "secrets",
+    "base.stop_signals": "stop_signals",
+    "base.tensor_facts": "tensor_facts",
+    "base.terminal": "terminal",
+    "base.torchrun": "torchrun",
     "config.invocation": "Invocation",
     "config.room": "Mode Room",
     "config.schema": "RunSpec TrainSpec",
-    "config.signature": "",
-    "config.targets": "",
-    "loop.batch_layout": "Batch",
+    "config.signature": "signature",
+    "config.targets": "targets",
+    "loop.batch_layout": "Batch batch_layout",
     "loop.callback": "RunCallback RunHandle",
-    "loop.model_call": "",
+    "loop.model_call": "model_call",
     "loop.step": "backpropagate loss_of train_step",
-    "loop.step_records": "",
+    "loop.step_records": "step_records",
     "loop.strategy": "Strategy",
     "loop.task": "Task",
-    "loop.train_state": "TrainState",
-    "loop.training_loop": "",
+    "loop.train_state": "TrainState train_state",
+    "loop.training_loop": "training_loop",
     "policy.conversion_report": "ConversionReport Fate ModuleConversion",
-    "policy.gradients": "",
+    "policy.gradients": "gradients",
     "policy.loss_scale": "LossScale",
     "policy.precision": "ConversionPlan Precision",
-    "policy.sessions": "",
-    "record.checkpoint_file": "LoadedCheckpoint",
-    "record.journals": "",
-    "record.metric_names": "",
+    "policy.sessions": "sessions",
+    "record.checkpoint_file": "LoadedCheckpoint checkpoint_file",
+    "record.journals": "journals",
+    "record.metric_names": "metric_names",
     "record.tracker": "Console RunInfo RunOutput Tracker",
     "run.run": "run_spec",
-    "run.run_context": "RunContext",
-    "run.run_metadata": "",
-    "run.run_result": "RunResult",
+    "run.run_context": "RunContext run_context",
+    "run.run_metadata": "run_metadata",
+    "run.run_result": "RunResult run_result",
 }
-"""The names of each module below this one; a module is a name itself where it is in the list."""
+"""The names of each module; a module is one itself where its users take most of it."""
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names.split():
-            value = getattr(import_module(f"{__name__}.{module}"), name)
-            break
-        if name == module.rpartition(".")[2] and name in __all__:
-            value = import_module(f"{__name__}.{module}")
-            break
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Python asks for a name once.
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -4,12 +4,12 @@
 own is a subclass of BasePrecision.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runner.core import ConfigError as ConfigError
 from runner.core import Unavailable as Unavailable
 from runner.core import errors
+from runner.core.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from runner.core import ConversionReport as ConversionReport
@@ -19,17 +19,7 @@ if TYPE_CHECKING:
     from runner.precision.policy import precision as precision
 
 PolicyError = errors.PolicyError
-_MODULES = {
-    "BasePrecision": "runner.precision.base",
-    "ConversionReport": "runner.core",
-    "Policy": "runner.precision.policy",
-    "Precision": "runner.core",
-    "precision": "runner.precision.policy",
-}
-"""Module of each public name. They are imported when they are used: a run needs no policy."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {"base": "BasePrecision", "policy": "Policy precision", ".core": "ConversionReport Precision"},
+)
