@@ -6,7 +6,7 @@ docs/python.md describes the functions of this package.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.core.base.lazy_names import lazy_names
+from runner.core import lazy_names
 
 if TYPE_CHECKING:
     from runner.api.composition import compose as compose

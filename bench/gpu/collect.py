@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.common import table, version_of, write_rows
-from runner.core.run.run_metadata import git_tags
+from runner.core.run.run_context import git_tags
 
 PACKAGES = ("torch", "transformer_engine", "bitsandbytes", "torchao")
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from runner import __version__
 from runner.config.commands import DOCTOR
 from runner.config.overrides import existing_config_dir
-from runner.core import accelerators, run_metadata
+from runner.core import accelerators, run_context
 from runner.precision.registry import supported_precisions, yaml_header
 
 # Packages that only some precisions, adapters and TPUs need.
@@ -30,7 +30,7 @@ def doctor(argv: Sequence[str]) -> int:
     console = Console(highlight=False, markup=False)
     installed = [f"runner {__version__}", f"torch {torch.__version__}"]
     installed += [
-        f"{name} {run_metadata.installed_version(name) or 'not installed'}" for name in LIBRARIES
+        f"{name} {run_context.installed_version(name) or 'not installed'}" for name in LIBRARIES
     ]
     console.print(", ".join(installed))
     for kind in accelerators.available_kinds():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from runner.core.base.errors import RunnerError as RunnerError
     from runner.core.base.errors import Unavailable as Unavailable
     from runner.core.base.errors import refuse as refuse
+    from runner.core.base.lazy_names import lazy_names as lazy_names
     from runner.core.config import signature as signature
     from runner.core.config import targets as targets
     from runner.core.config.invocation import Invocation as Invocation
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from runner.core.record.tracker import RunOutput as RunOutput
     from runner.core.record.tracker import Tracker as Tracker
     from runner.core.run import run_context as run_context
-    from runner.core.run import run_metadata as run_metadata
     from runner.core.run import run_result as run_result
     from runner.core.run.run import run_spec as run_spec
     from runner.core.run.run_context import RunContext as RunContext
@@ -110,6 +110,7 @@ __all__ = [
     "gradients",
     "journals",
     "layout",
+    "lazy_names",
     "loss_of",
     "metric_names",
     "model_call",
@@ -118,7 +119,6 @@ __all__ = [
     "random_streams",
     "refuse",
     "run_context",
-    "run_metadata",
     "run_result",
     "run_spec",
     "secrets",
@@ -174,7 +174,6 @@ _HOMES = {
     "record.tracker": "Console RunInfo RunOutput Tracker",
     "run.run": "run_spec",
     "run.run_context": "RunContext run_context",
-    "run.run_metadata": "run_metadata",
     "run.run_result": "RunResult run_result",
 }
 """The names of each module; a module is one itself where its users take most of it."""

@@ -35,7 +35,7 @@ from runner.core import (
     fmt,
     journals,
     layout,
-    run_metadata,
+    run_context,
     run_result,
     secrets,
     step_records,
@@ -284,7 +284,7 @@ class OpenRun:
         # The trainers' settings hold enums, paths and objects, which are written as their text.
         config = secrets.redact_values(json.loads(json.dumps(content, default=str)))
         library, _, version = source.version_text.partition(" ")
-        environment = run_metadata.environment_facts(Invocation())
+        environment = run_context.environment_facts(Invocation())
         environment["command"] = process_command()
         environment["packages"][library] = version
         environment["switches"] = numeric_switches()
@@ -314,7 +314,7 @@ class OpenRun:
         }
         if self.substitution:
             tags["substituted"] = self.substitution
-        return tags | run_metadata.git_tags(Path.cwd())
+        return tags | run_context.git_tags(Path.cwd())
 
     def _note(self, text: str) -> None:
         """Set the text of the run's page, with what the trainer replaced silently."""

@@ -1,7 +1,7 @@
 """Save what a training produces and upload it: weights, exported model, dtypes, loss-scale chart,
 and the folders of other libraries: peft's adapter, transformers' model.
 
-The run's config, environment and commit are written by run_metadata.py.
+The run's config, environment and commit are written by run_context.py.
 """
 
 import json

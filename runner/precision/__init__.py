@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from runner.core import ConfigError as ConfigError
 from runner.core import Unavailable as Unavailable
-from runner.core import errors
-from runner.core.base.lazy_names import lazy_names
+from runner.core import errors, lazy_names
 
 if TYPE_CHECKING:
     from runner.core import ConversionReport as ConversionReport

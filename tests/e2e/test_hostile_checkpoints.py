@@ -315,7 +315,7 @@ def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose, count, mo
     from types import SimpleNamespace
 
     from runner.core.config.invocation import Invocation
-    from runner.core.run import run_metadata
+    from runner.core.run import run_context
     from runner.core.run.run_context import PlannedRun
     from runner.modes import replay
 
@@ -327,9 +327,9 @@ def test_a_replay_calls_nothing_of_a_hostile_config(stranger, compose, count, mo
     for number, (target, arguments) in enumerate(calls[:count]):
         group = ("model", "data", "task", "precision", "optimizer")[number % 5]
         hostile = replace(spec, **{group: {"_target_": target, **arguments}})
-        run_metadata.write_config(folder, spec)  # one's own signature, of another text
+        run_context.write_config(folder, spec)  # one's own signature, of another text
         kept = (folder / SIGNATURE).read_text()
-        run_metadata.write_config(folder, hostile, sign=False)
+        run_context.write_config(folder, hostile, sign=False)
         (folder / SIGNATURE).write_text(kept)
         batch = folder / "guard" / "batch-000001.json"
         with pytest.raises(ConfigError, match=f"names {group}._target_={target}"):

@@ -31,7 +31,7 @@ from runner.core.record import journals as journal
 from runner.core.record.checkpoint_file import LoadedCheckpoint, rename_superseded
 from runner.core.record.journals import Status
 from runner.core.record.tracker import Console, ProcessJournal, RunInfo, SilentConsole, Tracker
-from runner.core.run import run_metadata
+from runner.core.run import run_context
 from runner.core.run.run_context import PlannedRun, RunContext, process_folder
 from runner.core.run.run_result import RunPage, RunResult
 
@@ -198,11 +198,11 @@ def _tracked(context: RunContext, info: RunInfo, page: RunPage) -> Iterator[None
         with context.signals.interruptible():
             tracker.check_store()
     # The config and the environment are written before anything is computed or recorded.
-    environment = run_metadata.environment_facts(context.invocation)
+    environment = run_context.environment_facts(context.invocation)
     # A run that is in no store has no tags: its folder says which commit it ran.
     environment |= {key: info.tags[key] for key in GIT_KEYS if key in info.tags}
     try:
-        run_metadata.write_config(context.out, context.spec, context.invocation.is_trusted)
+        run_context.write_config(context.out, context.spec, context.invocation.is_trusted)
         write_json(context.out / ENVIRONMENT, environment)
         if context.mode.trains and info.step == 0 and context.strategy.rank.is_main:
             # Those of an earlier run in this folder: the newest would be taken for this run's.
@@ -250,7 +250,7 @@ def _run_info(
     }
     if strategy.rank.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.rank.world_size)}
-    tags |= run_metadata.git_tags(Path.cwd())
+    tags |= run_context.git_tags(Path.cwd())
     info = RunInfo(context.out, spec.flat(), tags, name=context.label, sweep=invocation.sweep)
     earlier = journal.latest_journal(context.out)
     if resumed is not None:

@@ -11,7 +11,7 @@ from runner.config.trusted_targets import folder_config
 from runner.core.base.layout import SIGNATURE
 from runner.core.config import signature
 from runner.core.config.signature import is_signed, key_path, sign
-from runner.core.run import run_metadata
+from runner.core.run import run_context
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_checking_makes_no_key():
 
 def test_a_config_is_taken_as_long_as_nothing_in_it_changes(compose, tmp_path):
     spec = compose("model=mlp", "tracking.uri=http://ann:secret@host:1")
-    run_metadata.write_config(tmp_path, spec)
+    run_context.write_config(tmp_path, spec)
     config = tmp_path / "config.yaml"
     text = config.read_text()
     found = folder_config(tmp_path, "against")
@@ -129,7 +129,7 @@ def test_a_config_is_taken_as_long_as_nothing_in_it_changes(compose, tmp_path):
     assert "secret" not in text
     config.write_text(text.replace("mlp.MLP", "mlp.MLp"))
     assert not folder_config(tmp_path, "against").is_signed
-    run_metadata.write_config(tmp_path, spec, sign=False)
+    run_context.write_config(tmp_path, spec, sign=False)
     assert not folder_config(tmp_path, "against").is_signed
     (tmp_path / SIGNATURE).write_text("[" * 100_000)
     assert not folder_config(tmp_path, "against").is_signed

@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.core.config.invocation import Invocation
-from runner.core.run import run_metadata
+from runner.core.run import run_context
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def fake_git(tmp_path, monkeypatch):
 
 def test_the_config_reads_back_complete(tmp_path, compose):
     spec = compose("data=text", "model=gpt")
-    path = run_metadata.write_config(tmp_path, spec)
+    path = run_context.write_config(tmp_path, spec)
     assert path.name == "config.yaml"
     assert OmegaConf.to_container(OmegaConf.load(path)) == spec.to_dict()
 
 
 def test_the_environment_names_versions_and_the_command(monkeypatch):
-    monkeypatch.setattr(run_metadata, "PACKAGES", ("torch", "mlflow", "not-installed-at-all"))
-    found = run_metadata.environment_facts(Invocation(overrides=("model=vit", "seed=1")))
+    monkeypatch.setattr(run_context, "PACKAGES", ("torch", "mlflow", "not-installed-at-all"))
+    found = run_context.environment_facts(Invocation(overrides=("model=vit", "seed=1")))
     assert found["command"] == ["python", "-m", "runner", "model=vit", "seed=1"]
     versions = found["packages"]
     assert torch.__version__.startswith(versions["torch"])
@@ -46,7 +46,7 @@ def test_the_environment_names_versions_and_the_command(monkeypatch):
 )
 def test_git_tags(tmp_path, fake_git, status, dirty):
     fake_git(f'case "$1" in rev-parse) echo abc123;; status) echo "{status}";; esac')
-    assert run_metadata.git_tags(tmp_path) == {"git_commit": "abc123", "git_dirty": dirty}
+    assert run_context.git_tags(tmp_path) == {"git_commit": "abc123", "git_dirty": dirty}
 
 
 @pytest.mark.parametrize("script", ["exit 128", "echo abc; [ $1 = rev-parse ]", None])
@@ -54,4 +54,4 @@ def test_no_git_tags_where_git_fails_or_is_missing(tmp_path, fake_git, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path))
     if script:
         fake_git(script)
-    assert run_metadata.git_tags(tmp_path) == {}
+    assert run_context.git_tags(tmp_path) == {}
