@@ -23,7 +23,7 @@ class Switches(NamedTuple):
     """What a session switches in its process.
 
     Attributes:
-        float32_matmul: one of switches.MATMUL_PRECISIONS.
+        float32_matmul: see Precision.float32_matmul.
         reduced_sums: see Precision.reduced_precision_reduction.
         replacements: keys of emulation.cpu_kernels.replace_kernels.
         concerning: keys of all replacements that would compute for the precision.

@@ -6,7 +6,7 @@ that format. Products accumulate in float32 or, with accumulate="hopper", in the
 tensor cores: the backward's with promotion every 128 elements, the forward's without, as the
 library asks for (use_split_accumulator), but for block scaling, which promotes every block.
 
-Source: TransformerEngine 2.20; see quantizers for the scaling rules.
+Source: TransformerEngine 2.20; see formats for the scaling rules.
 """
 
 from collections.abc import Mapping, Sequence
