@@ -240,12 +240,16 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
         yield from class_problems(f"callbacks=[{object_name(callback)}]", kind)
     data = objects.get("data")
     if isinstance(data, tuple | list):
-        if any(isinstance(part, DataLoader) for part in data):
+        loader = next((part for part in data if isinstance(part, DataLoader)), None)
+        if loader is not None:
+            is_default = loader.collate_fn is torch.utils.data.default_collate
+            collate_word = "" if is_default else ", collate=train.collate_fn"
+            size = loader.batch_size
+            size_word = "" if size is None else f'"train.batch_size={size}", '
             yield (
                 "data= holds a DataLoader. The runner draws the batches itself, from the seed, so "
-                "that every precision sees the same ones. Give the data sets, and a collate_fn of "
-                'your own beside them: runner.run(["train.batch_size=<n>", ...], '
-                "data=(train.dataset, val.dataset), collate=train.collate_fn)."
+                "that every precision sees the same ones. Give the data sets: "
+                f"runner.run([{size_word}...], data=(train.dataset, val.dataset){collate_word})."
             )
     elif data is not None and not callable(data):
         yield (

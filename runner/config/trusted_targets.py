@@ -114,7 +114,7 @@ def check_trusted(config: SavedConfig, groups: Collection[str], typed: Mapping[s
 
 
 def masked_keys(name: str, value: Any) -> Iterator[str]:
-    """Yield the dotted keys of values that were masked in a checkpoint (see utils/secrets.py)."""
+    """Yield the dotted keys of values that were masked in a checkpoint (core/base/secrets.py)."""
     for key, leaf in fmt.leaves(value, name):
         if "***" in str(leaf):  # a list is one leaf
             yield key

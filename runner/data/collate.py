@@ -5,7 +5,7 @@ boundary loses its type, and the explanation with it.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
@@ -15,10 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
 from runner.core import RunnerError, errors, random_streams, stop_signals
-from runner.data.value_hash import value_digest
+
+_PARTS = ("input", "target")
+_OWN_COLLATOR = (
+    "type data.collate=runner.data.padding.pad or a function of your own that takes the list of "
+    "examples, or give the data set a method batch(indices) (docs/own-code.md)."
+)
+_STACKABLE = Tensor | np.ndarray | np.number | int | float | complex | str
 
 
 @dataclass(frozen=True)
@@ -89,8 +96,7 @@ class Collator:
                 return None
             random_streams.set_host_rng_state(random_state)
             batches.append(self._made(copy))
-        first, second = (value_digest([*_arrays(batch)]) for batch in batches[1:])
-        if first == second:
+        if _is_same(batches[1], batches[2]):
             return batches[2]
         return CollateFailure(
             f"data.collate={self.name} makes another batch when it is called a second time with "
@@ -100,15 +106,19 @@ class Collator:
         )
 
 
-def _arrays(nest: Any) -> Iterator[Any]:
-    """Yield the tensors and arrays of a batch, nested in mappings and lists."""
-    if isinstance(nest, Tensor | np.ndarray):
-        yield nest
-    elif isinstance(nest, Mapping):
-        yield from _arrays([*nest.values()])
-    elif isinstance(nest, list | tuple):
-        for part in nest:
-            yield from _arrays(part)
+def _is_same(first: Any, second: Any) -> bool:
+    """Return whether the tensors and arrays of two batches are equal; NaN equals NaN."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return [*first] == [*second] and _is_same([*first.values()], [*second.values()])
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.is_nested or first.layout is not torch.strided:
+            return True  # not compared: few operations take such tensors
+        return first.dtype is second.dtype and torch.equal(first.nan_to_num(), second.nan_to_num())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
+    return True
 
 
 def error_with_line(error: Exception) -> str:
@@ -138,17 +148,70 @@ def collate(examples: Any) -> Any:
     except stop_signals.Stopped:
         raise
     except Exception as error:  # of whatever type the examples' own classes raise
-        reason = f"{type(error).__name__}: {errors.first_line(error)}"
-    first = examples[0]
-    target = first[1] if isinstance(first, tuple | list) and len(first) == 2 else None
-    if isinstance(target, Mapping) and "boxes" in target:
-        return CollateFailure(
+        return CollateFailure(collate_problem(examples, error))
+
+
+def collate_problem(examples: Sequence[Any], error: Exception) -> str:
+    """Return why examples cannot be stacked into a batch, and what to change.
+
+    Args:
+        examples: of one batch.
+        error: that torch's default_collate raised for them.
+    """
+    pairs = [_pair(example) for example in examples]
+    if isinstance(pairs[0][1], Mapping) and "boxes" in pairs[0][1]:
+        return (
             "data: images with boxes are not stacked: they differ in the number of boxes. Type "
             "data.collate=runner.data.detection.collate_detection (docs/own-code.md)."
         )
-    return CollateFailure(
-        f"data: the examples of a batch cannot be stacked: {reason}. Return (input, target) of one "
-        "structure in tensors, padded or cropped to one size in __getitem__, or make the batch "
-        "yourself: type data.collate=runner.data.padding.pad or a function of your own that takes "
-        "the list of examples, or give the data set a method batch(indices) (docs/own-code.md)."
+    for part in range(2):
+        mismatch = _shape_mismatch(pairs, part)
+        if mismatch:
+            return (
+                f"data: the examples of a batch cannot be stacked: {mismatch}. Pad or crop them to "
+                f"one size in __getitem__, or pad them in each batch: {_OWN_COLLATOR}"
+            )
+    for name, nest in zip(_PARTS, pairs[0], strict=True):
+        for path, leaf in tree_flatten_with_path(nest)[0]:
+            if not isinstance(leaf, _STACKABLE):
+                kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+                return (
+                    f"data: the examples of a batch are not tensors: {name}{keystr(path)} is a "
+                    f"{kind}. Return tensors (torch.as_tensor(...)), or {_OWN_COLLATOR}"
+                )
+    reason = f"{type(error).__name__}: {errors.first_line(error)}"
+    return (
+        f"data: the examples of a batch cannot be stacked: {reason}. "
+        f"Return (input, target) of one structure, or make the batch yourself: {_OWN_COLLATOR}"
     )
+
+
+def _pair(example: Any) -> Any:
+    """Return an example as (input, target); target is None where it is no pair."""
+    if isinstance(example, tuple | list) and len(example) == 2:
+        return example
+    return example, None
+
+
+def _shape_mismatch(pairs: Sequence[Any], part: int) -> str | None:
+    """Return two different shapes or structures of the examples' inputs (0) or targets (1)."""
+    first = _leaf_shapes(pairs[0][part])
+    for pair in pairs[1:]:
+        shapes = _leaf_shapes(pair[part])
+        if shapes.keys() != first.keys():
+            structures = f"{_leaf_names(first)} and {_leaf_names(shapes)}"
+            return f"{_PARTS[part]}s of different structure ({structures})"
+        for path, shape in shapes.items():
+            if shape != first[path]:
+                return f"{_PARTS[part]}s{path} of the shapes {first[path]} and {shape}"
+    return None
+
+
+def _leaf_names(shapes: dict[str, list[int]]) -> str:
+    return ", ".join(path or "one value" for path in shapes) or "nothing"
+
+
+def _leaf_shapes(nest: Any) -> dict[str, list[int]]:
+    """Return the shape of each value of a nested input or target by its path."""
+    leaves = tree_flatten_with_path(nest)[0]
+    return {keystr(path): list(getattr(leaf, "shape", [])) for path, leaf in leaves}

@@ -433,16 +433,18 @@ def move_batches(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     # A batch is copied from pinned memory while the GPU computes the previous one.
     copy_stream = torch.cuda.Stream(device)
 
-    def copied(value: Tensor) -> Tensor:
-        with torch.cuda.stream(copy_stream):
-            on_gpu = value.pin_memory().to(device, non_blocking=True)
-        # The allocator must not reuse the memory before the computation has read it.
-        on_gpu.record_stream(torch.cuda.current_stream(device))
-        return on_gpu
-
     for batch in batches:
-        batch_on_gpu = tree_map_only(Tensor, copied, batch)
-        torch.cuda.current_stream(device).wait_stream(copy_stream)
+        compute_stream = torch.cuda.current_stream(device)
+
+        def copied(value: Tensor, reader: torch.cuda.Stream = compute_stream) -> Tensor:
+            on_gpu = value.pin_memory().to(device, non_blocking=True)
+            # The allocator must not reuse the memory before the computation has read it.
+            on_gpu.record_stream(reader)
+            return on_gpu
+
+        with torch.cuda.stream(copy_stream):
+            batch_on_gpu = tree_map_only(Tensor, copied, batch)
+        compute_stream.wait_stream(copy_stream)
         yield batch_on_gpu
 
 

@@ -60,7 +60,8 @@ def data_problems(
     """
     first_inputs: dict[str, Tensor | None] = {}
     not_finite: dict[str, list[int]] = {"inputs": [], "targets": []}
-    mislabelled: dict[int, Tensor] = {}
+    mislabelled: list[int] = []
+    first_mislabelled: Any = None
     lowest_labels: list[int] = []  # of each portion
     checked = 0
     labelled = False
@@ -77,17 +78,15 @@ def data_problems(
         wrong = None
         if classes and has_classes and len(target) == count:
             wrong = task.misplaced(target, classes)
-        if wrong is not None:
-            if isinstance(target, Tensor) and target.numel():
-                lowest_labels.append(
-                    int(
-                        target.masked_fill(target == batch_layout.IGNORED_LABEL, classes or 0).min()
-                    )
-                )
-            for row in wrong.nonzero().flatten().tolist():
+        if wrong is not None and isinstance(target, Tensor) and target.numel():
+            counted = target.masked_fill(target == batch_layout.IGNORED_LABEL, classes or 0)
+            lowest_labels.append(int(counted.min()))
+        if wrong is not None and wrong.any():
+            if first_mislabelled is None:
+                first = target[int(wrong.nonzero()[0])]
                 # In detection a sample's target has the labels beside boxes.
-                own: Any = target[row]
-                mislabelled[int(indices[row])] = own["labels"] if isinstance(own, Mapping) else own
+                first_mislabelled = first["labels"] if isinstance(first, Mapping) else first
+            mislabelled += indices[wrong.cpu()].tolist()
         # After a portion, not before it: one is checked however slow the data is.
         if perf_counter() > deadline:
             break
@@ -97,9 +96,8 @@ def data_problems(
         if samples:
             yield f"{_whose(samples, split, checked)}: its {name} are not finite."
     if mislabelled:
-        first, *_ = mislabelled.values()
-        problem = label_problem(first, classes or 0, min(lowest_labels, default=0))
-        yield f"{_whose([*mislabelled], split, checked)}: {problem}"
+        problem = label_problem(first_mislabelled, classes or 0, min(lowest_labels, default=0))
+        yield f"{_whose(mislabelled, split, checked)}: {problem}"
     if not labelled:
         text = f"data: no label of the {checked} {looked_at} counts ({_LEFT_OUT})"
         yield f"{text}: the loss would be NaN."
@@ -133,10 +131,8 @@ def _same_inputs(first: Mapping[str, Tensor | None], checked: int, looked_at: st
         names = [""]
     if names and checked > 1:
         what = f"the inputs {', '.join(names)}".rstrip()
-        yield f"data: {what} are the same in all {checked} {looked_at}. Were they cut off at a "
-
-
-"limit?"
+        where = f"in all {checked} {looked_at}"
+        yield f"data: {what} are the same {where}. Were they cut off at a limit?"
 
 
 def explain_uncounted_labels(loader: DatasetLoader, samples: StepSamples, task: Task) -> str | None:

@@ -290,6 +290,8 @@ class _Comparison:
         run = self._run
         spec = run.spec
         precision = run.precision
+        # In one process, whatever the strategy.
+        setup = run_context.TrainingSetup(spec, precision, run.task, run.device)
         random_streams.seed_all(spec.seed)
         start = None
         if state.step:
@@ -297,8 +299,8 @@ class _Comparison:
             start = LoadedCheckpoint(Path(f"step {state.step}"), content)
             make = partial(restore_model, spec, precision, start)
         else:
-            make = starting_model(run.setup)
-        built, candidate = build_execution(run.setup, make, lambda: batch[0])
+            make = starting_model(setup)
+        built, candidate = build_execution(setup, make, lambda: batch[0])
         if start is not None:
             restore_precision_state(built.model, precision, start)
         check_compile_options(spec, precision, run.device, built.model)

@@ -161,7 +161,9 @@ class Failure:
         # Repeated blocks are numbered: layers.0.attention and layers.1.attention are alike.
         patterns = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): None for name in names}
         modules = [name for name, _ in self.model.named_modules() if name]
-        matched = module_tree.select_modules("precision.keep_fp32", patterns, modules)
+        matched = {
+            name for name in modules for p in patterns if module_tree.matches_pattern(p, name)
+        }
         if len(patterns) == len(names) or module_tree.outermost_names(
             matched
         ) != module_tree.outermost_names(names):

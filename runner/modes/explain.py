@@ -18,6 +18,7 @@ from runner.core import (
     loss_of,
     module_tree,
     random_streams,
+    run_context,
     tensor_facts,
 )
 from runner.data.build import build_data, build_run_loaders
@@ -60,7 +61,9 @@ def explain(run: RunContext) -> None:
         batch = next(train_loader.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
         random_streams.seed_all(spec.seed)
-        built, state = build_execution(run.setup, starting_model(run.setup), lambda: batch[0])
+        # In one process, whatever the strategy.
+        setup = run_context.TrainingSetup(spec, run.precision, run.task, device)
+        built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
         modules = dict(built.model.named_modules())
         snapshots: list[NumericsSnapshot] = []
         # A pattern selects the modules inside those that it names, too.

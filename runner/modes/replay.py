@@ -8,7 +8,6 @@ original one. Where the run's config is missing, the weights are new ones. Nothi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -309,7 +308,8 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         and keeps_adapter(spec, precision, checkpoint)
     )
     make = partial(build_model, spec, precision, start=checkpoint, restore_exactly=whole)
-    setup = replace(run.setup, precision=precision)
+    # In one process, whatever the strategy.
+    setup = run_context.TrainingSetup(spec, precision, run.task, device)
     built, state = build_execution(setup, make, lambda: start.batches[0][0])
     if start.rng is not None:
         # So that dropout draws what it drew in the step.
@@ -339,7 +339,8 @@ def _traced(state: TrainState, batches: Sequence[Batch], scale: float) -> Replay
             traces.append(trace.rows)
             loss_sum += loss.item() * count
             weight_sum += count
-    rows = next((rows for rows in traces if first_nonfinite(rows) is not None), last_rows)
+    shown = traces[-1] if traces else last_rows
+    rows = next((rows for rows in traces if first_nonfinite(rows) is not None), shown)
     weights_mib = tensor_facts.float32_bytes(state.model) / tensor_facts.MIB
     return ReplayResult(mean(loss_sum, weight_sum), rows, weights_mib)
 
@@ -530,8 +531,9 @@ def states_before(
     random_streams.seed_all(spec.seed)
     # A precision that cannot train has no optimizers, and its first step can be looked at.
     is_trained = start is not None or last > 1
+    setup = run_context.TrainingSetup(spec, precision, task, device)
     built, state = build_execution(
-        setup := run_context.TrainingSetup(spec, precision, task, device),
+        setup,
         starting_model(setup, start),
         lambda: next(loaders.val.epoch(0))[0],
         planned if is_trained else None,

@@ -200,6 +200,15 @@ class TrainingCallbacks:
         """
         run = self.run
         messages = state_dict.restore(self.state, saved, run.spec, self.callbacks)
+        # An init_scale typed again with the first run's value leaves the config unchanged: the
+        # scale continues, and a user who expected it to begin again reads why.
+        key = "precision.loss_scale.init_scale"
+        typed = (run.spec.precision.get("loss_scale") or {}).get("init_scale")
+        before = saved.content["loss_scale"].get("scale")
+        now = self.state.scale.state_dict().get("scale")
+        if run.invocation.overrides_key(key) and now and now == before != typed:
+            text = f"the loss scale continues at {now:g}: {key}={typed} is where the run began"
+            messages.append(text)
         if isinstance(self._loader, StreamLoader):
             messages.append(
                 f"the stream is read again up to example {self.state.position} of pass "

@@ -330,7 +330,8 @@ def _export(run: RunContext, state: TrainState, inputs: Any) -> ExportedModel:
     write = partial(
         export, state.plain_model, run.precision, folder=folder, call=call, plan=state.plan
     )
-    if isinstance(task, ModelLoss) and isinstance(inputs, batch_layout.KeywordInputs):
+    is_model_loss = isinstance(task, ModelLoss) and not task.evaluates_losses
+    if is_model_loss and isinstance(inputs, batch_layout.KeywordInputs):
         # Who asks a model for its outputs has no labels; a model that cannot run without them is
         # exported with them.
         labels = (task.target_field,) if task.target_field else batch_layout.TARGET_FIELDS
@@ -409,7 +410,9 @@ def _write(run: RunContext, path: Path, write: Callable[[Path], object], folder:
     except (OSError, ValueError, SafetensorError) as error:
         # An unfinished folder would be taken for a whole one.
         rmtree(path, ignore_errors=True)
-        reason = files.os_error_reason(error).rpartition(": ")[2]
+        reason = files.os_error_reason(error)
+        if isinstance(error, SafetensorError):  # it begins with the name of safetensors' own error
+            reason = reason.rpartition(": ")[2]
         return f"{fmt.relative_path(path)} was not written: {reason}."
     run.tracker.artifact(path, folder)
     return ""

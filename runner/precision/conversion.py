@@ -263,7 +263,7 @@ def _routers_in(module: nn.Module, path: str, count: int) -> set[str]:
     has one, of their children."""
     for depth in (0, 1):
         found = set()
-        for name, part in module.named_modules():
+        for name, part in module.named_modules(remove_duplicate=False):
             if name and name.count(".") == depth and _has_outputs(part, count):
                 found.add(f"{path}.{name}".removeprefix("."))
         if found:
@@ -416,10 +416,12 @@ def _check_conversion(
         )
     hooked = []
     for path, module in chosen if rules.new_weights else ():
-        weights = map(module.get_parameter, rules.stacks(path, module) or ("weight",))
-        # torch keeps hooks of after the accumulation in an attribute that a plain weight lacks.
-        if any(w._backward_hooks or getattr(w, "_post_accumulate_grad_hooks", 0) for w in weights):
-            hooked.append(path)
+        for name in rules.stacks(path, module) or ("weight",):
+            weight = module._parameters.get(name)
+            # torch keeps hooks of after the accumulation in an attribute that a plain weight lacks.
+            keys = ("_backward_hooks", "_post_accumulate_grad_hooks")
+            if any(getattr(weight, key, None) for key in keys) and path not in hooked:
+                hooked.append(path)
     if hooked:
         patterns = ",".join("*" if path == ROOT_NAME else path for path in hooked)
         raise ConfigError(

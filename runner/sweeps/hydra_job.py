@@ -119,7 +119,6 @@ def run_job(config: DictConfig) -> float | None:
         objective = _start(config, folder, sweeping, leaves_line).objective
         return None if math.isnan(objective) else objective
     except RunnerError as error:
-        from runner.core import run_result
         from runner.sweeps.sweep_progress import alike_job
 
         status = _error_status(error, sweeping and callback.skip_refused)

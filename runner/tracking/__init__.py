@@ -15,9 +15,9 @@ A value, for example the loss of step 7, travels in four stages:
 The writer outlives a killed trainer: it uploads the rest and gives the run its status. After a
 kill of both, or a long outage, the next command uploads the rest, or `python -m runner sync`.
 
-To follow the record of a sweep's job to MLflow, read in this order: tracker.py (what a run may
-record), mlflow.py (a record becomes a line), journal.py (the file), writer_process.py (the sweep
-finds it, starts and watches the writer), writer/writer_main.py (the writer's loop),
-writer/uploader.py (one journal, batch by batch), writer/store.py (the calls to MLflow),
-upload_state.py (the way back).
+To follow the record of a sweep's job to MLflow, read in this order: core/record/tracker.py (what a
+run may record), mlflow.py (a record becomes a line), core/record/journals.py (the file),
+writer_process.py (the sweep finds it, starts and watches the writer), writer/writer_main.py (the
+writer's loop), writer/uploader.py (one journal, batch by batch), writer/store.py (the calls to
+MLflow), upload_state.py (the way back).
 """

@@ -171,17 +171,21 @@ class Reader:
             TrackingError: it could not be fetched, or it is not known whether the run has it.
         """
         try:
-            # The list shows whether the artifact is missing: each kind of artifact store has an
-            # error of its own for that, some the same one as for an outage.
-            if path not in self.artifacts(run_id, path.rpartition("/")[0]):
-                return None
-            with tempfile.TemporaryDirectory() as folder:
-                file = self._ask(lambda: self.client.download_artifacts(run_id, path, folder))
-                return Path(file).read_bytes()
-        except (errors.TrackingError, OSError) as error:
+            self._check_artifact_place(run_id)
+            with tempfile.TemporaryDirectory() as folder, terminal.suppress_warnings():
+                return Path(self.client.download_artifacts(run_id, path, folder)).read_bytes()
+        except Exception as error:
+            # The error does not show whether the artifact is missing: each kind of artifact store
+            # has its own for that, some the same one as for an outage. The list of artifacts does.
+            reason = _redacted_cause(error)
+            try:
+                if path not in self.artifacts(run_id, path.rpartition("/")[0]):
+                    return None
+            except errors.TrackingError as outage:
+                reason = short_cause(str(outage))
             raise errors.TrackingError(
                 f"the artifact {path} of run {run_id} in {secrets.redact(self.uri)} could not "
-                f"be fetched: {short_cause(str(error))}"
+                f"be fetched: {reason}"
             ) from error
 
     def artifact_or_notice(self, run_id: str, path: str) -> bytes | None:
@@ -281,8 +285,11 @@ class Reader:
 
     def _check_artifact_place(self, run_id: str) -> None:
         """Raise TrackingError for a run whose artifacts are in no place of the store."""
-        place = partial(self.client.get_run, run_id)
-        self._ask(lambda: check_artifact_place(self.uri, run_id, lambda: place().info.artifact_uri))
+
+        def place() -> str:
+            return str(self.client.get_run(run_id).info.artifact_uri)
+
+        self._ask(lambda: check_artifact_place(self.uri, run_id, place))
 
     def _ask(self, call: Any) -> Any:
         """Return what a call of the client returns; raise TrackingError if it fails."""
@@ -290,11 +297,15 @@ class Reader:
             with terminal.suppress_warnings():
                 return call()
         except Exception as error:
-            # Redacted before it is shortened: half of a secret fits no pattern.
-            cause = short_cause(secrets.redact(str(error)))
             raise errors.TrackingError(
-                f"{secrets.redact(self.uri)} cannot be read: {cause}"
+                f"{secrets.redact(self.uri)} cannot be read: {_redacted_cause(error)}"
             ) from error
+
+
+def _redacted_cause(error: Exception) -> str:
+    """Return the cause of an error, without secrets."""
+    # Redacted before it is shortened: half of a secret fits no pattern.
+    return short_cause(secrets.redact(str(error)))
 
 
 def _stored_run(run: "Run") -> StoredRun:

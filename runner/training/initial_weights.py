@@ -265,14 +265,16 @@ def _candidates(own: Weights, theirs: Weights) -> Iterator[tuple[str, str]]:
     """Yield pairs of prefixes by which a few names of the file become names of the model."""
     strangers = [name for name in theirs if name not in own]
     for name in strangers[:: max(len(strangers) // _SAMPLES, 1)]:
-        # The longest end that names of the model have, too.
+        pairs: dict[str, str] = {}
+        # By the longest end that a name of the model has, too, then by shorter ones.
         for old in ("", *module_tree.name_prefixes(name)):
             end = name.removeprefix(old).strip(".")
-            mine = [own_name for own_name in own if f".{own_name}".endswith(f".{end}")]
-            if mine:
-                for own_name in mine[:_COUNTERPARTS]:
-                    yield old or EVERY_NAME, own_name.removesuffix(end).rstrip(".")
-                break
+            for own_name in own:
+                if f".{own_name}".endswith(f".{end}"):
+                    pairs.setdefault(own_name, old)
+        for own_name, old in [*pairs.items()][:_COUNTERPARTS]:
+            end = name.removeprefix(old).strip(".")
+            yield old or EVERY_NAME, own_name.removesuffix(end).rstrip(".")
 
 
 def shortest_patterns(names: Collection[str], every: Collection[str]) -> list[str]:

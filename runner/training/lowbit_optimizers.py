@@ -237,7 +237,14 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Raise ValueError with every keyword out of its range, in one message."""
+    """Raise ValueError with every keyword out of its range, in one message.
+
+    Raises:
+        TypeError: a keyword is none of these classes'.
+    """
+    unknown = [name for name in keywords if name not in _RULES]
+    if unknown:
+        raise TypeError(f"unexpected keywords: {', '.join(unknown)}")
     wrong = [name for name, value in keywords.items() if not _RULES[name][0](value)]
     if wrong:
         problems = [f"{name}={keywords[name]} is not {_RULES[name][1]}" for name in wrong]

@@ -306,7 +306,7 @@ def test_mode_plan_measures_a_model_object():
         ([], {"model": lambda: 3}, "model=lambda returned an object of type int. Give a torch"),
         ([], {"data": DATA[0]}, "data= is an object of type TensorDataset. Give a tuple of dat"),
         ([], {"data": (DATA[0],)}, "must return"),
-        ([], {"data": LOADERS}, 'runner.run(["train.batch_size=<n>", ...], data='),
+        ([], {"data": LOADERS}, 'runner.run(["train.batch_size=16", ...], data='),
         ([], {"model": uncopyable()}, "model=Net cannot be copied: "),
         ([], {"model": uncopyable()}, "Give a function that builds it, as in model=lambda: Net"),
         ([], {"callbacks": [Net]}, "callbacks=[Net] is no callback. Derive it from"),

@@ -168,7 +168,12 @@ class Odd:
 
 @pytest.mark.parametrize(
     ("values", "is_same"),
-    [(["a", "b", "c"], True), (np.full((3, 1), np.nan), True), (np.arange(3)[:, None], False)],
+    [
+        (["a", "b", "c"], True),
+        (torch.tensor([0.0, 0.0, -0.0]), True),
+        (np.full((3, 1), np.nan), True),
+        (np.arange(3)[:, None], False),
+    ],
 )
 def test_tensors_and_arrays_alone_are_compared(values, is_same):
     made = iter(values)

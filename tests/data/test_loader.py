@@ -158,10 +158,13 @@ def test_processes_load_what_is_not_sliced_in_memory(dataset, used):
     [
         (
             lambda i: ({"ids": torch.zeros(3 + i % 2)}, Y[i]),
-            r"equal size, but got \[3\] .* and \[4\] .* padded .* batch\(indices\)",
+            r"inputs\['ids'\] of the shapes \[3\] and \[4\]. Pad .* batch\(indices\)",
         ),
-        (lambda i: (range(i), Y[i]), "should be of equal size. Return .* in tensors"),
-        (lambda i: ({f"key{i % 2}": X[i]}, Y[i]), "KeyError: 'key0'. Return .* of one structure"),
+        (lambda i: (range(i), Y[i]), "input is a builtins.range. Return tensors"),
+        (
+            lambda i: ({f"key{i % 2}": X[i]}, Y[i]),
+            r"inputs of different structure \(\['key0'\] and \['key1'\]\)",
+        ),
     ],
 )
 def test_examples_that_cannot_be_stacked_are_refused(make, message, workers):

@@ -73,9 +73,8 @@ def test_advice_for_an_own_precision_follows_from_its_dtypes(own, tmp_path):
     assert (half.wider_precision, half.narrower_precision) == ("bf16-mixed", "")
     assert (single.wider_precision, single.narrower_precision) == ("", "bf16-true")
     assert (half.has_limited_range, single.has_limited_range) == (True, False)
-    kinds = ("activations", "weights", "gradients", "updates")
-    assert [tuple(one) for one in half.formats] == [("float16", kinds)]
-    assert single.formats == ()
+    assert half.formats == {"float16": ["activations", "weights", "gradients", "updates"]}
+    assert single.formats == {}
     assert not half.converts_layers
 
 

@@ -134,10 +134,10 @@ def test_each_precision_names_its_counterpart(name):
     assert name in packed.storage_format
     assert trained.storage_format == "float32"
     assert name in trained.compute_format
-    assert trained.formats == packed.formats == ()
+    assert trained.formats == packed.formats == {}
     assert trained.emulated == packed.emulated == (name == "nvfp4")
     bfloat16 = load_precision(f"qat-{name}", compute_dtype="bfloat16")
-    assert [fmt.name for fmt in bfloat16.formats] == ["bfloat16"]
+    assert [*bfloat16.formats] == ["bfloat16"]
 
 
 @pytest.mark.parametrize("name", ["qat-int4", "int4", "qat-int8", "int8", "qat-nvfp4", "nvfp4"])

@@ -133,7 +133,7 @@ class Task(ABC):
     """Class that splits the batches."""
     evaluates_losses: bool = False
     """Whether an evaluation takes what the model returns in training mode; see
-    training/loop.py."""
+    core/loop/training_loop.py."""
     whole_batch: bool = False
     """Whether the loss is of the batch as a whole and no mean over its examples, as a contrastive
     loss is, whose negatives are the batch's other examples. Then train.accumulate is refused, and

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -149,10 +150,15 @@ def record_reference(
     batch: Batch,
     generators: list[Tensor],
     names: Collection[str] | None = None,
+    receive: Callable[[Boundary, Tensor], None] | None = None,
 ) -> Reference:
     """Run the forward and backward of a batch, and record what crosses the modules' boundaries.
 
-    See _Pass for the arguments.
+    See _Pass for the other arguments.
+
+    Args:
+        receive: is given the gradient at each boundary, times the loss scale, in place of the
+            reference, which then holds none.
     """
     one = _Pass(execution, batch, generators, names)
     model = one.model
@@ -161,7 +167,7 @@ def record_reference(
     # Copies at once where a module says that it overwrites its input, else where one does.
     overwrites = any(getattr(module, "inplace", False) for module in model.modules())
     for copies in (overwrites, True):
-        recorder = Recorder(execution.device, copies)
+        recorder = Recorder(execution.device, copies, receive)
         narrow_code = NarrowCode(narrow_dtype(execution.precision))
         if functions_are_seen(model):
             recorder.reference.narrow_code = narrow_code
@@ -202,12 +208,27 @@ def compare_batch(
         _settle_own_scales(second)
         _settle_own_scales(first)
     reference = recorded or record_reference(*first)
-    free = record_reference(*second)
+    gradient_errors: dict[Boundary, TensorError] = {}
+
+    def compare_gradient(boundary: Boundary, gradient: Tensor) -> None:
+        expected = reference.gradients.get(boundary)
+        if expected is not None:
+            error = measure_error(gradient, expected, second.execution.scale)
+            gradient_errors[boundary] = error
+
+    free = record_reference(*second, receive=compare_gradient)
     free_errors = PassErrors(
         _tensor_errors(free.values, reference.values),
-        _tensor_errors(free.gradients, reference.gradients),
+        gradient_errors,
         *state_errors(model, reference, free.parameter_gradients, free.buffers),
     )
+    own = module_tape.ROOT
+    outputs = [b for b in free_errors.forward if b.module == own and b.side == "out"]
+    log_probabilities = _log_probabilities(second, reference, free, outputs)
+    flips = _flips(model, reference, free)
+    # Dtypes alone are read below: the passes to come need the memory.
+    dtypes = {b: torch.empty(0, dtype=t.dtype, device="meta") for b, t in free.values.items()}
+    free = replace(free, values=dtypes, parameter_gradients={})
     roundoffs = find_roundoffs(first.execution, second.execution, reference, free)
     copies = reference.writes_in_place or free.writes_in_place
     added = _added_errors(second, reference, copies)
@@ -224,8 +245,6 @@ def compare_batch(
         if divergence is None or divergence.added.found.peak < _KINK_PEAK:
             break
     rows = _with_operation(rows, (first, second), reference)
-    own = module_tape.ROOT
-    outputs = [b for b in free_errors.forward if b.module == own and b.side == "out"]
     output_errors = [free_errors.forward[boundary] for boundary in outputs]
     every_error = [error for errors in free_errors for error in errors.values()]
     return BatchComparison(
@@ -234,11 +253,11 @@ def compare_batch(
         (reference.loss, free.loss),
         max((one.relative for one in output_errors if one.norm or one.error), default=math.nan),
         _joined_error([*free_errors.gradients.values()]),
-        _log_probabilities(second, reference, free, outputs),
+        log_probabilities,
         second.execution.scale,
         not any(error.error or error.nonfinite for error in every_error),
         same_format,
-        _flips(model, reference, free),
+        flips,
         _uneven_calls(reference, free),
         other_weights(model, reference_model),
     )

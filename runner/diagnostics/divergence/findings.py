@@ -269,9 +269,10 @@ def _forward_errors(
         prefix, _, name = buffer.rpartition(".")
         module = prefix or module_tape.ROOT
         dtype = network.dtypes.get(buffer, "")
-        roundoff = tensor_facts.unit_roundoff(getattr(torch, dtype))
+        # The trial has ended, and with it buffers that the forward made.
+        roundoff = tensor_facts.unit_roundoff(getattr(torch, dtype)) if dtype else 0.0
         # Rounding does not change a counter.
-        if roundoff:
+        if not error.is_discrete:
             roundoff = max(roundoff, roundoffs.code[module])
         drawn = explained.buffers.get(buffer)
         expected = _with_rounding(drawn, roundoff, network.widths[module])

@@ -6,7 +6,7 @@ of torch.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -136,8 +136,14 @@ class Recorder(Visitor):
         copies: whether tensors are copied, as a model with operations in place needs.
     """
 
-    def __init__(self, device: torch.device, copies: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        copies: bool,
+        receive: Callable[[Boundary, Tensor], None] | None = None,
+    ) -> None:
         self.reference = Reference()
+        self._receive = receive or self.reference.gradients.__setitem__
         self._device = device
         self._copies = copies
         self._given = GivenTensors()
@@ -164,7 +170,7 @@ class Recorder(Visitor):
         given = tensor
         if tensor.requires_grad:
             given = tensor.view_as(tensor)
-            given.register_hook(partial(reference.gradients.__setitem__, boundary))
+            given.register_hook(partial(self._receive, boundary))
         self._given.add(boundary, given)
         return given
 

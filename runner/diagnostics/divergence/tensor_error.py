@@ -97,8 +97,8 @@ def measure_error(
         value = value / scale
     expected = reference.detach().to(wide)
     difference = value - expected
-    error = torch.linalg.vector_norm(difference).item()
-    norm = torch.linalg.vector_norm(expected).item()
+    norms = torch.linalg.vector_norm(difference), torch.linalg.vector_norm(expected)
+    error, norm = torch.stack(norms).tolist()
     info, reference_info = torch.finfo(tensor.dtype), torch.finfo(reference.dtype)
     if not (math.isfinite(error) and math.isfinite(norm)):
         # Of the numbers that are finite in both. Masks are often filled with the lowest number of
@@ -124,7 +124,7 @@ def measure_error(
     different = elements
     if tensor.dtype is reference.dtype and scale == 1.0:
         different = int(torch.count_nonzero(difference))
-    peak = (difference.abs().max().item() / error) ** 2
+    peak = (torch.linalg.vector_norm(difference, math.inf).item() / error) ** 2
     return TensorError(error, norm, 0, flushed, different, elements, peak=peak, subnormal=subnormal)
 
 

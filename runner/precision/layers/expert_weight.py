@@ -238,8 +238,10 @@ def _getitem(weight: Any, index: Any) -> Any:
     """Return one expert, or those that a tensor of one dimension names."""
     if not isinstance(weight, ExpertWeight) or weight.experts is not None:
         return NotImplemented
-    if isinstance(index, tuple) and [*index[1:]] == [slice(None)] * len(index[1:]):
-        index = index[0]  # as w[expert, :, :]
+    if isinstance(index, tuple):
+        rest = index[1:]
+        if all(isinstance(part, slice) and part == slice(None) for part in rest):
+            index = index[0]  # as w[expert, :, :]
     if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
         if index.ndim == 1:
             return ExpertWeight(weight.module, weight.stack, index, weight.is_transposed)

@@ -165,7 +165,7 @@ def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str
 def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) -> None:
     """Refuse runs that trained something else than the command would."""
     own = flat_config(spec.to_yaml())
-    differing: list[str] = []
+    differing: dict[str, str] = {}
     for job in jobs:
         if not job.config:
             raise ConfigError(
@@ -176,11 +176,10 @@ def _check_same_settings(name: str, jobs: Sequence[JobSettings], spec: RunSpec) 
             values = {job.config.get(key, ""), own.get(key, "")}
             is_compared = key.partition(".")[0] in _COMPARED_SECTIONS and key not in _IGNORED_KEYS
             if is_compared and len(values) > 1 and not values.issubset(_ABSENT_VALUES):
-                differing.append(
-                    f"{key} ({job.config.get(key, 'none')} there, {own.get(key, 'none')} here)"
-                )
+                there, here = job.config.get(key, "none"), own.get(key, "none")
+                differing.setdefault(key, f"{key} ({there} there, {here} here)")
     if differing:
-        texts = [*dict.fromkeys(differing)]
+        texts = [*differing.values()]
         raise ConfigError(
             f"advise.baseline={name} trained with other settings than this command: "
             f"{fmt.first_names(texts, MAX_DIFFERING_KEYS)}. Type the same settings."

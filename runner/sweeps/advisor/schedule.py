@@ -169,13 +169,16 @@ class TrialScheduler:
             return {}
         words = (f"numerics.every={every}", *eager)
         result = self.trials.run(FLOAT32, self.command.spec.seed, *words)
+        if not result or result.status != "finished":
+            return {}
+        try:
+            numbers = read(self.trials.folder / Path(result.folder).name)
+        except RunnerError:
+            return {}
         diagnoses = {}
-        if result and result.status == "finished":
-            with suppress(RunnerError):
-                numbers = read(self.trials.folder / Path(result.folder).name)
-                # A precision may fail both by itself and with a set of modules.
-                for name in failing:
-                    diagnoses[name] = diagnose(numbers, self.command.load_precision(name))
+        # A precision may fail both by itself and with a set of modules.
+        for name in failing:
+            diagnoses[name] = diagnose(numbers, self.command.load_precision(name))
         findings = {name: diagnosis.finding for name, diagnosis in diagnoses.items()}
         self.trials.update_request(diagnoses=findings)
         return diagnoses
@@ -202,7 +205,7 @@ class TrialScheduler:
         self.trials.delete_jobs()
         if not result or result.status != "finished" or not result.step_ms:
             reason = f"{baseline} took no step: there is nothing to compare."
-            raise ConfigError(result.error or reason if result else reason)
+            raise ConfigError((result and result.error) or reason)
         return result
 
     def _affordable_steps(self, step_seconds: float, overhead_seconds: float) -> int:

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -287,7 +287,7 @@ class _Charts:
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel("lower is better" if direction == "min" else "higher is better")
         title = f"{metric} minus that of {self.baseline}\n{notes}"
-        axes.set_title(title, loc="right", parse_math=False)
+        _set_title(axes, title, "right")
 
     def train_loss(self, curves: JobCurves, axes: "Axes") -> None:
         """Draw the training loss, with means over buckets where there are many steps."""
@@ -357,7 +357,7 @@ class _Charts:
             title += " (✖: first NaN or inf)"
         if self.joins_seeds:
             title += "\nmean and range over seeds"
-        axes.set_title(title, loc="left", parse_math=False)
+        _set_title(axes, title)
         axes.set_xlabel("optimizer step")
 
     def loss_scale(self, curves: JobCurves, axes: "Axes") -> None:
@@ -376,10 +376,17 @@ class _Charts:
                 axes.plot(overflows, heights, "x", color=line["color"], ms=4, mew=0.9)
         if has_positive:
             axes.set_yscale("log", base=2)
-        axes.set_title("loss scale (×: overflow, step skipped)", loc="left", parse_math=False)
+        _set_title(axes, "loss scale (×: overflow, step skipped)")
         axes.set_xlabel("optimizer step")
 
 
 def _has_line(curves: JobCurves) -> bool:
     """Return whether any curve has more than one step: a lone dot shows no course."""
     return any(len(steps) > 1 for _, (steps, _) in curves)
+
+
+def _set_title(axes: "Axes", text: str, side: Literal["left", "right"] = "left") -> None:
+    # Without a height matplotlib measures every tick label once more, to make room for a factor
+    # above a linear axis.
+    height = None if axes.get_yscale() == "linear" else 1.0
+    axes.set_title(text, loc=side, y=height, parse_math=False)

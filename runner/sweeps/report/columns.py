@@ -159,7 +159,7 @@ def _group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:
 def _verdict_memory_ratio(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
     """Return the ratio of memory with the MiB; empty if emulation distorts it."""
     ratio = verdict.comparison.memory_ratio
-    if verdict.is_emulated and ratio is None:
+    if verdict.is_emulated and not verdict.group.is_on_cpu:
         return Cell("")
     return Cell("" if ratio is None else f"{ratio:.2f}", note=_mib(verdict.group.memory_mib))
 

@@ -520,7 +520,7 @@ def settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) 
 
     Args:
         ended: the comparisons of one device whose groups have a quality.
-        every: all comparisons of that device.
+        every: all comparisons of the sweep.
     """
     groups = [comparison.group for comparison in ended]
     sentences: list[str] = []

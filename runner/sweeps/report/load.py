@@ -222,6 +222,8 @@ def _stored_lists(reader: "Reader", parent: "StoredRun") -> Iterator[JobFacts]:
         content = json_mapping(reader.artifact_or_notice(parent.run_id, path) or "")
         # A damaged list leaves the jobs to their own runs.
         with suppress(ValueError):
+            if not content:
+                continue
             yield JobFacts(**files.dataclass_fields_from_json(JobFacts, content))
 
 

@@ -65,6 +65,8 @@ def look_until_decided(
         sure_bar: the bar's lower confidence bound, where it is measured by the same seeds.
         resolution: see MeanDifference.
     """
+    if len(gaps) < MIN_SEEDS:
+        return []
     sure_bar = bar if sure_bar is None else sure_bar
     error_rate = look_error_rate(max_seeds)
     looks: list[InterimResult] = []

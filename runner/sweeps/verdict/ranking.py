@@ -151,8 +151,9 @@ def rank_precisions(
     for group in bases:
         base_losses |= _final_losses(group, request)
     others = [group for group in trials if group not in bases]
-    gaps = {group.name: _gaps(group, base_losses, request) for group in others}
-    judged = {name: [*of_group.values()] for name, of_group in gaps.items() if of_group}
+    # A precision may have a group on each of several devices.
+    gaps = {(g.name, g.device): _gaps(g, base_losses, request) for g in others}
+    judged = {key: [*of_group.values()] for key, of_group in gaps.items() if of_group}
     # Too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(of_group) >= MIN_SEEDS for of_group in judged.values())
     # What precisions are judged by may be another metric than the task's quality.
@@ -166,11 +167,12 @@ def rank_precisions(
     verdicts = []
     # The baseline comes last, and is compared with nothing.
     for group in [*others, *bases[:1]]:
-        test = tests.get(group.name)
+        key = (group.name, group.device)
+        test = tests.get(key)
         jobs = [*group.jobs, *(base.jobs if base else ())]
         if test and any(job in untrained for job in jobs):
             test = replace(test, verdict=Verdict.UNCLEAR)
-        verdicts.append(_verdict(group, base, test, gaps.get(group.name, {}), request))
+        verdicts.append(_verdict(group, base, test, gaps.get(key, {}), request))
     ranked = _rank_verdicts([*_with_attempts(verdicts, dropped, base_losses)], request.objective)
     return Advice(request, ranked, base_losses)
 
@@ -266,7 +268,7 @@ def _verdict(
 def _rating(comparison: Comparison, request: AdviseRequest) -> Verdict:
     group = comparison.group
     # A trial that diverged outweighs the test, which sees only the seeds that finished.
-    if group.counts["diverged"]:
+    if group.counts["diverged"] and not group.counts["unavailable"]:
         return Verdict.DIVERGED
     if comparison.is_baseline and group.finished_count:
         return Verdict.BASELINE

@@ -307,7 +307,8 @@ def non_inferiority_tests(
             p_values.append((differences[index].p_value(test.margin), index))
     has_passed = False
     error_rate = ERROR_RATE
-    for rank, (p, index) in enumerate(sorted(p_values, reverse=True), 1):
+    # Equal ones stay in the order of the precisions.
+    for rank, (p, index) in enumerate(sorted(p_values, key=lambda pair: -pair[0]), 1):
         if not has_passed:
             error_rate = ERROR_RATE / rank
             has_passed = p <= error_rate

@@ -232,8 +232,10 @@ class Writer:
         stayed the same for long, and the store answers another call.
         """
         seconds = task.record_failure(now)
-        print(f"{task.uploader.journal}: {error}", file=sys.stderr, flush=True)
-        cause = short_cause(str(error))
+        # Some of the system's errors have no text of their own.
+        text = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+        print(f"{task.uploader.journal}: {text}", file=sys.stderr, flush=True)
+        cause = short_cause(text)
         # All but an UnreachableError may be: a refusal by a password that has expired, where no
         # batch of a run that is stored in part is lost, and the error of a disk.
         is_refusal = getattr(error, "doubtful", True)

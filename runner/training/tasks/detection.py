@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core import ConfigError
+from runner.core import ConfigError, Task
 from runner.data.detection import DetectionLayout
 from runner.training.tasks.model_loss import ModelLoss, loss_terms
 from runner.training.tasks.tensor_task import labels_out_of_range
@@ -18,7 +18,7 @@ class Detection(ModelLoss):
 
     Each loss is recorded in every step as train/<name>, before it is weighted. An evaluation
     computes the same sum: the model is in training mode but for normalisations and dropout, see
-    core/loop/loop.py. Each image weighs alike.
+    core/loop/training_loop.py. Each image weighs alike.
 
     Args:
         loss_weights: what a loss is multiplied by, by its name; 1 where it has none.
@@ -30,6 +30,7 @@ class Detection(ModelLoss):
 
     layout = DetectionLayout
     evaluates_losses = True
+    metric_inputs = Task.metric_inputs
 
     def __init__(
         self,
@@ -67,7 +68,10 @@ class Detection(ModelLoss):
                 f"task.loss_weights names {', '.join(unknown)}, and the model returns "
                 f"{', '.join(map(str, output))}."
             )
-        weighted = [value * self.loss_weights.get(name, 1) for name, value in losses.items()]
+        weighted = []
+        for name, value in losses.items():
+            weight = self.loss_weights.get(name)
+            weighted.append(value if weight is None else value * weight)
         return sum(weighted[1:], weighted[0]), losses
 
     def misplaced(self, target: Any, classes: int) -> Tensor:

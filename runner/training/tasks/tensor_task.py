@@ -292,7 +292,10 @@ class ClassTask(TensorTask):
         """
         logits = self.select(output)
         is_taken = logits.dim() == self.dims and not target.is_floating_point()
-        if not is_taken or target.shape != logits.select(self.class_dim, 0).shape:
+        sizes = [*logits.shape]
+        if is_taken:
+            del sizes[self.class_dim]
+        if not is_taken or [*target.shape] != sizes:
             raise ValueError(
                 f"{type(self).__name__.lower()} needs {self.takes} and {self.labels_taken}, got "
                 f"{list(logits.shape)} and {target.dtype} {list(target.shape)}"
