@@ -148,6 +148,16 @@ def test_another_precision_or_optimizer(main, tmp_path):
     )
 
 
+def test_an_init_scale_typed_again_says_that_the_scale_continues(main, tmp_path):
+    typed = "precision.loss_scale.init_scale=1e30"
+    assert main(*QUICK, "tracking=none", "precision=16-mixed", typed).rc == 0
+    folder = finished_run(tmp_path)
+    make_unfinished(folder, 4)
+    main(f"checkpoint.resume={folder}", "precision=16-mixed", typed).check_ok(
+        "the loss scale continues at ", "init_scale=1e+30 is where the run began"
+    )
+
+
 def test_auto_begins_or_continues(main, tmp_path):
     """The same command each time, as a job script has it."""
     typed = (*QUICK, "tracking=none", "hydra.run.dir=outputs/runs/7", "checkpoint.resume=auto")
