@@ -302,7 +302,7 @@ def _flips(model: nn.Module, reference: Reference, free: Reference) -> dict[str,
             continue
         if is_choice_of_experts(boundary, chosen) and chosen.shape == expected.shape:
             # A set of experts: their order changes nothing.
-            flipped = chosen.sort(-1).values != expected.sort(-1).values
+            flipped = chosen.sort(-1).values != expected.to(chosen.device).sort(-1).values
             flips[boundary.module] = flipped.any(-1).float().mean().item()
     return flips
 

@@ -351,7 +351,7 @@ class Substitution(Visitor):
         if source is not None and perturber.roundoff(source) == roundoff:
             put_in = tensor.detach()
         else:
-            put_in = perturber.perturbed(expected, roundoff).to(tensor.dtype).detach()
+            put_in = perturber.perturbed(expected, roundoff).to(tensor).detach()
         if tensor.requires_grad:
             if boundary in reference.gradients:
                 computes.computed[boundary] = (tensor, reference.gradients[boundary])
@@ -392,7 +392,7 @@ class Substitution(Visitor):
                 put_in = self._perturber.perturbed(gradient, roundoff)
                 if execution.scale != 1.0:
                     put_in = put_in * execution.scale
-                code.computed[boundary] = (tensor, put_in.to(tensor.dtype))
+                code.computed[boundary] = (tensor, put_in.to(tensor))
             tensors, gradients = zip(*code.computed.values(), strict=True)
             # A backward that draws, as one that rounds stochastically, comes later in a step.
             drawn = generator_states(execution.device)

@@ -82,6 +82,7 @@ def measure_error(
         counts: whether elements are counted that differ or become zero, and the peak is found.
     """
     tensor, reference = tensor_facts.real_view(tensor), tensor_facts.real_view(reference)
+    reference = reference.to(tensor.device)  # against=cpu: the executions are on two devices
     elements = tensor.numel()
     if tensor.shape != reference.shape:
         return TensorError(math.inf, 1.0, elements=elements, other_shape=True, peak=1.0)
