@@ -125,10 +125,10 @@ def read_saved_batch(path: Path) -> SavedBatch:
             micro_batches,
             None if scale is None else float(scale),
             content["seed"],
-            content["begun"],
+            content.get("begun"),
             names,
-            _index(content["epoch"]),
-            _index(content["first_batch"]),
+            _index(content.get("epoch", 1)),
+            _index(content.get("first_batch", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(

@@ -530,13 +530,10 @@ def states_before(
         )
     random_streams.seed_all(spec.seed)
     # A precision that cannot train has no optimizers, and its first step can be looked at.
-    is_trained = start is not None or last > 1
+    trained = planned if start is not None or last > 1 else None
     setup = run_context.TrainingSetup(spec, precision, task, device)
     built, state = build_execution(
-        setup,
-        starting_model(setup, start),
-        lambda: next(loaders.val.epoch(0))[0],
-        planned if is_trained else None,
+        setup, starting_model(setup, start), lambda: next(loaders.val.epoch(0))[0], trained
     )
     with precision.session(built.model, device):
         if compiles:

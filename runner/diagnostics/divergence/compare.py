@@ -208,20 +208,7 @@ def compare_batch(
         _settle_own_scales(second)
         _settle_own_scales(first)
     reference = recorded or record_reference(*first)
-    gradient_errors: dict[Boundary, TensorError] = {}
-
-    def compare_gradient(boundary: Boundary, gradient: Tensor) -> None:
-        expected = reference.gradients.get(boundary)
-        if expected is not None:
-            error = measure_error(gradient, expected, second.execution.scale)
-            gradient_errors[boundary] = error
-
-    free = record_reference(*second, receive=compare_gradient)
-    free_errors = PassErrors(
-        _tensor_errors(free.values, reference.values),
-        gradient_errors,
-        *state_errors(model, reference, free.parameter_gradients, free.buffers),
-    )
+    free, free_errors = _run_freely(second, reference)
     own = module_tape.ROOT
     outputs = [b for b in free_errors.forward if b.module == own and b.side == "out"]
     log_probabilities = _log_probabilities(second, reference, free, outputs)
@@ -261,6 +248,22 @@ def compare_batch(
         _uneven_calls(reference, free),
         other_weights(model, reference_model),
     )
+
+
+def _run_freely(one: _Pass, reference: Reference) -> tuple[Reference, PassErrors]:
+    """Return what a free execution computes, without gradients at boundaries, and its errors."""
+    gradient_errors: dict[Boundary, TensorError] = {}
+
+    def compare_gradient(boundary: Boundary, gradient: Tensor) -> None:
+        # Compared as it arrives, so that the gradients of two executions are never held at once.
+        expected = reference.gradients.get(boundary)
+        if expected is not None:
+            gradient_errors[boundary] = measure_error(gradient, expected, one.execution.scale)
+
+    free = record_reference(*one, receive=compare_gradient)
+    errors = _tensor_errors(free.values, reference.values)
+    state = state_errors(one.model, reference, free.parameter_gradients, free.buffers)
+    return free, PassErrors(errors, gradient_errors, *state)
 
 
 def _tensor_errors(
