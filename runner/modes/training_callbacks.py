@@ -24,7 +24,6 @@ from runner.data.fingerprint import learned_facts
 from runner.data.loader import restored_random_state
 from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of, samples_of_step
 from runner.diagnostics.data_checks import explain_uncounted_labels
-from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.diagnostics.room import NumericsSpec
 from runner.diagnostics.saved_batch import save_batch
 from runner.training import state_dict
@@ -97,6 +96,8 @@ class TrainingCallbacks:
         self.numerics = None
         every_numerics = spec.section(NumericsSpec).every
         if every_numerics and run.strategy.rank.is_main:
+            from runner.diagnostics.numerics.probe import NumericsCallback  # few runs measure them
+
             self.numerics = NumericsCallback(state, every_numerics, run, run.label)
             self.callbacks.append(self.numerics)
         if spec.train.early_stop:

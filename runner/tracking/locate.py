@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from runner.core import ConfigError, LoadedCheckpoint, checkpoint_file, layout
-from runner.tracking.reader import folder_of_run
 
 
 def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
@@ -21,6 +20,9 @@ def resolve_path(where: str, tracking_uri: str | None, key: str) -> Path:
     # An id holds no slash. A path that is missing is returned: the caller knows what to say of it.
     if path.exists() or "/" in where or "\\" in where:
         return path
+    # A run that names no id does not read the store.
+    from runner.tracking.reader import folder_of_run
+
     return folder_of_run(where, tracking_uri, key)
 
 
