@@ -21,7 +21,6 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.cli.main import option_note
-from runner.config.commands import COMMANDS
 from runner.core import Room
 from runner.core.base.errors import Unavailable
 from runner.core.config.schema import RunSpec
@@ -189,7 +188,7 @@ def attribute_texts(cls: type) -> dict[str, str]:
 def commands() -> str:
     """Return the table of the commands other than runs, with their arguments."""
     rows = []
-    for command in COMMANDS.values():
+    for command in Room.all_commands().values():
         text = command.description.replace("\n", " ")
         rows.append([f"`python -m runner {command.name}`", text])
         rows += [[f"`{argument}`", meaning] for argument, meaning in command.rows()]

@@ -1,5 +1,6 @@
 """The rooms of the runner. This is the only module that knows all of them."""
 
+from runner.cli.room import ROOM as CLI
 from runner.core import Room
 from runner.data.room import ROOM as DATA
 from runner.diagnostics.room import ROOM as DIAGNOSTICS
@@ -8,7 +9,7 @@ from runner.precision.room import ROOM as PRECISION
 from runner.sweeps.room import ROOM as SWEEPS
 from runner.training.room import ROOM as TRAINING
 
-ROOMS = (MODES, DIAGNOSTICS, SWEEPS, DATA, PRECISION, TRAINING)
+ROOMS = (MODES, DIAGNOSTICS, SWEEPS, DATA, PRECISION, TRAINING, CLI)
 
 
 def install_rooms() -> None:

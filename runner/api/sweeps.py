@@ -11,10 +11,19 @@ import torch
 from runner.api.composition import check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.runs import Data, Loss, Model, RunResult, check_new_folder
-from runner.config.overrides import check_config_dir, path_exists, rewrite_arguments
+from runner.config.overrides import check_config_dir, rewrite_arguments
 from runner.config.python_objects import given_objects
 from runner.config.resolve import register_schema
-from runner.core import ConfigError, RunCallback, RunnerError, fmt, layout, secrets, stop_signals
+from runner.core import (
+    ConfigError,
+    RunCallback,
+    RunnerError,
+    files,
+    fmt,
+    layout,
+    secrets,
+    stop_signals,
+)
 from runner.output.lasting_output import lasting_output
 from runner.output.markup import notebook_frame
 from runner.output.notebook_log import folded_log
@@ -281,7 +290,7 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
         TrackingError: the store does not answer.
     """
     path = Path(where)
-    if not (path_exists(str(where)) and path.is_dir()):
+    if not (files.path_exists(str(where)) and path.is_dir()):
         return _load_from_store(str(where), resolve_uri(uri))
     if (path / layout.MANIFEST).is_file():
         data = load_from_folder(path)

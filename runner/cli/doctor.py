@@ -3,14 +3,11 @@
 The answers are those of each precision's require(), which a run asks, too.
 """
 
-from collections.abc import Sequence
-
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from runner import __version__
-from runner.config.commands import DOCTOR
 from runner.config.overrides import existing_config_dir
 from runner.core import accelerators, run_context
 from runner.precision.registry import supported_precisions, yaml_header
@@ -19,14 +16,16 @@ from runner.precision.registry import supported_precisions, yaml_header
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu")
 
 
-def doctor(argv: Sequence[str]) -> int:
+def doctor(config_dir: str | None = None) -> int:
     """Print the support table and return the exit status.
 
+    Args:
+        config_dir: folder of the user's own configs, whose precisions are listed, too.
+
     Raises:
-        ConfigError: an argument that it does not take, or a folder that does not exist.
+        ConfigError: the folder does not exist.
     """
-    _, typed = DOCTOR.parse(argv)
-    folder = existing_config_dir(typed["--config-dir"]) if typed else None
+    folder = None if config_dir is None else existing_config_dir(config_dir)
     console = Console(highlight=False, markup=False)
     installed = [f"runner {__version__}", f"torch {torch.__version__}"]
     installed += [

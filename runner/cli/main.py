@@ -8,18 +8,18 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module, resources
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from runner import __version__
-from runner.config import commands
 from runner.config.overrides import check_config_dir, config_dir, rewrite_arguments
 from runner.core import (
     ConfigError,
     Mode,
+    Room,
     RunnerError,
     files,
     layout,
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(argv: Sequence[str]) -> int:
-    """Run a command of COMMANDS, or train through Hydra; return the exit status."""
+    """Run a command of a room, or train through Hydra; return the exit status."""
     # logging.lastResort writes the warnings of libraries to stderr.
     if logging.lastResort:
         logging.lastResort.setFormatter(terminal.PlainFormatter())
@@ -60,11 +60,10 @@ def _run_command(argv: Sequence[str]) -> int:
         invalid = next((text for text in argv if not terminal.is_text(text)), None)
         if invalid is not None:
             raise ConfigError(f"{invalid} is not valid UTF-8.")
-        command = commands.COMMANDS.get(argv[0]) if argv else None
+        command = Room.all_commands().get(argv[0]) if argv else None
         asks_for_help = not {"--help", "-h"}.isdisjoint(argv)
-        if command and command.function and not asks_for_help:
-            module, _, name = command.function.rpartition(".")
-            return getattr(import_module(module), name)(argv[1:])
+        if command and command.run and not asks_for_help:
+            return command.run(*command.parse(argv[1:]))
         argv = torchrun.command_of_rank(rewrite_arguments(expand_resumed_sweep(argv)))
         if asks_for_help:
             # Words without a value come before the flags.
@@ -95,8 +94,9 @@ def _help_text(own_folder: Path | None, topic: str) -> str:
     Raises:
         ConfigError: there is no help on the topic.
     """
-    if topic in commands.COMMANDS:
-        return commands.COMMANDS[topic].help()
+    commands = Room.all_commands()
+    if topic in commands:
+        return commands[topic].help()
     options: dict[str, dict[str, Path]] = {}
     for folder in filter(None, (layout.BUILT_IN_CONFIGS, own_folder)):
         for path in folder.glob("*/*.yaml"):
@@ -105,9 +105,9 @@ def _help_text(own_folder: Path | None, topic: str) -> str:
         rows = sorted(options[topic].items())
         return "\n".join(f"{topic}={name:27} {option_note(path)}" for name, path in rows)
     if not topic.startswith("-"):
-        topics = ", ".join([*commands.COMMANDS, *sorted(options)])
+        topics = ", ".join([*commands, *sorted(options)])
         raise ConfigError(f"--help {topic} is not known. Allowed: {topics}.")
-    rows = [f"{name:13} {command.summary}" for name, command in commands.COMMANDS.items()]
+    rows = [f"{name:13} {command.summary}" for name, command in commands.items()]
     groups = [f"{group}: {', '.join(sorted(options[group]))}" for group in sorted(options)]
     shown = [shorten(text, 98, placeholder=" ...") for text in groups]
     # Hydra's own help takes six times as long: it lists the groups.
@@ -126,7 +126,7 @@ def _print_completions(line: str) -> None:
     *typed, word = line.removeprefix("python -m ").split(" ")
     offered = [f"mode={mode}" for mode in Mode.all()]
     if len(typed) == 1:
-        offered += commands.COMMANDS
+        offered += Room.all_commands()
     print("\n".join(text for text in offered if text.startswith(word)), flush=True)
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runner.config.commands import SYNC
 from runner.core import journals, secrets, signature
 from runner.tracking.upload_state import JournalStatus, UploadState, journal_state, journal_store
 from runner.tracking.uri import check_store, resolve_uri
@@ -20,30 +19,27 @@ BUSY_TIMEOUT_SECONDS = 1_800.0
 """Seconds without progress while a file uploads or another process holds a journal."""
 
 
-def sync(argv: Sequence[str]) -> int:
+def sync(folders: Sequence[str], uri: str | None = None, experiment: str | None = None) -> int:
     """Upload every journal that is not stored completely and whose run is not training.
 
     Args:
-        argv: folders of runs, by default outputs/; `tracking.uri=...` and
-            `tracking.experiment=...` change where the remaining records go.
+        folders: of runs; without any outputs/.
+        uri: store that the remaining records go to; None for their own.
+        experiment: in which their runs are opened; None for their own.
 
     Returns:
         0 if everything is stored, 1 if something could not be uploaded.
 
     Raises:
-        ConfigError: an argument that it does not take, or a store that can never be opened.
+        ConfigError: a store that can never be opened.
     """
-    words, typed = SYNC.parse(argv)
-    folders = [Path(word).absolute() for word in words or ["outputs"]]
-    experiment = typed.get("tracking.experiment")
-    uri = typed.get("tracking.uri")
     if uri is not None:
         uri = resolve_uri(uri)
         check_store(uri)
     # A run may be in several of the typed folders: a dict holds its journal once.
     states = {}
-    for folder in folders:
-        for path in find_journals(folder):
+    for folder in folders or ["outputs"]:
+        for path in find_journals(Path(folder).absolute()):
             state = journal_state(path)
             store = journal_store(path)
             moves = state == "stored" and uri and store and store.uri != uri

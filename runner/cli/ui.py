@@ -7,12 +7,11 @@ import subprocess
 import sys
 import time
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from runner.config.commands import UI
 from runner.core import ConfigError, secrets, stop_signals
 from runner.tracking.uri import resolve_experiment, resolve_uri
 from runner.tracking.writer_process import upload_in_background
@@ -21,34 +20,35 @@ FIRST_PORT = 5000
 LAST_PORT = 5100
 
 
-def ui(argv: Sequence[str]) -> int:
+def ui(uri: str | None = None, experiment: str | None = None, port: str | None = None) -> int:
     """Serve the store on loopback until interrupted, and print the pages' URLs.
 
     Args:
-        argv: `tracking.uri=...`, `tracking.experiment=...` or `port=...`, each optional.
+        uri: the store; None for the one that runs log to.
+        experiment: name of the experiment in the store; None for the one that runs log to.
+        port: of the server; None for the first free one.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: an argument that it does not take, or a port that cannot be used.
+        ConfigError: the port cannot be used, or the store is none.
         TrackingError: the store does not answer.
     """
-    _, given = UI.parse(argv)
-    uri = resolve_uri(given.get("tracking.uri"))
-    port = _port(given.get("port"))
-    name = resolve_experiment(given.get("tracking.experiment"))
-    base = secrets.redact(uri) if uri.startswith("http") else f"http://127.0.0.1:{port}"
-    print(f"store: {secrets.redact(uri)}")
+    store = resolve_uri(uri)
+    number = _port(port)
+    name = resolve_experiment(experiment)
+    base = secrets.redact(store) if store.startswith("http") else f"http://127.0.0.1:{number}"
+    print(f"store: {secrets.redact(store)}")
     upload_in_background(Path("outputs"))
-    pages = dict(dashboard_urls(uri, base, name, make="tracking.uri" not in given))
+    pages = dict(dashboard_urls(store, base, name, make=uri is None))
     for what, url in pages.items():
         print(f"{what}: {url}", flush=True)
     first = next(iter(pages.values()))
-    if uri.startswith("http"):
+    if store.startswith("http"):
         _browse(first)
         return 0
-    return _serve(uri, port, first)
+    return _serve(store, number, first)
 
 
 def _serve(uri: str, port: int, first: str) -> int:

@@ -18,9 +18,8 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from runner.config.commands import COMMANDS
 from runner.config.overrides import DTYPE_PRECISIONS, SWEEP_KEYS, as_typed
-from runner.core import errors, fmt, layout, terminal
+from runner.core import Room, errors, fmt, layout, terminal
 
 # Options whose plugin is installed by an extra of this package, and that extra.
 _EXTRAS = {
@@ -98,10 +97,11 @@ def _wrong_override(override: str) -> str:
         return f"{override} ends with a comma. Type a list without spaces, as in {override}<value>."
     if value and "'" not in value and re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return f"{override} holds characters that Hydra wants quoted. Type \"{key}='{value}'\"."
-    if override in COMMANDS:
+    commands = Room.all_commands()
+    if override in commands:
         return f"{override} comes before all else. Type python -m runner {override} ..."
-    commands = get_close_matches(override, COMMANDS, n=1)
-    typed = f"{commands[0]} or key=value" if commands else "key=value"
+    near = get_close_matches(override, commands, n=1)
+    typed = f"{near[0]} or key=value" if near else "key=value"
     return f"{override} is not an override. Type {typed}."
 
 

@@ -52,8 +52,6 @@ _FLAGS_WITH_VALUE = (
 )
 """Hydra's flags that take the next word as their value."""
 
-EXPLAIN_COMMAND = "explain"
-"""First word of the command that is short for mode=explain."""
 _JOB_KEYS = {"hydra.sweep.dir", "hydra.job.num"}
 _JOB_FOLDER = "hydra.run.dir=${hydra.sweep.dir}/${hydra.sweep.subdir}"
 _SWEEPER = "hydra/sweeper=advise"
@@ -80,7 +78,7 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
     overrides = []
     flags = []
     rest = list(argv)
-    explains = rest[:1] == [EXPLAIN_COMMAND]
+    explains = rest[:1] == ["explain"]
     if explains:
         del rest[0]
     while rest:
@@ -100,7 +98,11 @@ def rewrite_arguments(argv: Sequence[str]) -> list[str]:
             overrides.append(f"++{override}" if _NEW_KEYS.match(override) else override)
             continue
         flags.append(text)
-        if text in _FLAGS_WITH_VALUE and rest and ("=" not in rest[0] or path_exists(rest[0])):
+        if (
+            text in _FLAGS_WITH_VALUE
+            and rest
+            and ("=" not in rest[0] or files.path_exists(rest[0]))
+        ):
             flags.append(rest.pop(0))
     if explains:
         overrides = _explain_overrides(overrides)
@@ -219,7 +221,7 @@ def _rewrite_path(text: str) -> str:
         return text
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
     is_override = key == "against" and "=" in value and value[0] not in "\"'"
-    if path_exists(value) or is_override:
+    if files.path_exists(value) or is_override:
         value = fmt.quote_value(value)
     return f"{_PATH_KEYS[key]}={value}"
 
@@ -227,15 +229,6 @@ def _rewrite_path(text: str) -> str:
 SWEEP_KEYS = ("sweep.fail_fast", "sweep.verbose")
 """Keys of a sweep, which the callback takes: `sweep` itself is the group of presets."""
 _CALLBACK = "hydra.callbacks."
-
-
-def path_exists(path: str) -> bool:
-    """Return whether a text names an existing file or folder, whatever text it is."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        # A value that is no path: too long for a name, or with a null character.
-        return False
 
 
 _NEW_KEYS = re.compile(

@@ -126,7 +126,7 @@ def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     values: list[tuple[str, Any]] = []
     for each in node if isinstance(node, list) else [node]:
         if group == "data" and isinstance(each, Mapping):
-            values += [(f"data.{key}", each.get(key)) for key in targets.LEADING_COUNTS]
+            values += [(f"data.{key}", each.get(key)) for key in targets.GROUPS["data"].called_keys]
         if group == "task" and isinstance(each, Mapping):
             values += [(f"task.{key}", each.get(key)) for key in ("loss", "after_evaluation")]
             values += [(item.key, item.value) for item in targets.metric_items(each.get("metrics"))]

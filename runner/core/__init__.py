@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from runner.core.base.lazy_names import lazy_names as lazy_names
     from runner.core.config import signature as signature
     from runner.core.config import targets as targets
+    from runner.core.config.command import Command as Command
     from runner.core.config.invocation import Invocation as Invocation
     from runner.core.config.room import Mode as Mode
     from runner.core.config.room import Room as Room
     from runner.core.config.schema import RunSpec as RunSpec
-    from runner.core.config.schema import TrainSpec as TrainSpec
     from runner.core.loop import batch_layout as batch_layout
     from runner.core.loop import model_call as model_call
     from runner.core.loop import step_records as step_records
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Command",
     "ConfigError",
     "Console",
     "ConversionPlan",
@@ -97,7 +98,6 @@ __all__ = [
     "Strategy",
     "Task",
     "Tracker",
-    "TrainSpec",
     "TrainState",
     "Unavailable",
     "accelerators",
@@ -149,9 +149,10 @@ _HOMES = {
     "base.tensor_facts": "tensor_facts",
     "base.terminal": "terminal",
     "base.torchrun": "torchrun",
+    "config.command": "Command",
     "config.invocation": "Invocation",
     "config.room": "Mode Room",
-    "config.schema": "RunSpec TrainSpec",
+    "config.schema": "RunSpec",
     "config.signature": "signature",
     "config.targets": "targets",
     "loop.batch_layout": "Batch batch_layout",

@@ -51,7 +51,7 @@ def build_data(spec: RunSpec) -> RunData:
         ConfigError: the target does not return data sets, its examples are not (input, target),
             data.meta contradicts them, or a stream cannot obey the settings.
     """
-    returned = targets.build_group("data", targets.data_target_node(spec.data))
+    returned = targets.build_group("data", targets.without_runner_keys("data", spec.data))
     refuse(splits_problems(returned, spec.data["_target_"]))
     train, val, *test = returned
     validation = _named_sets(val)

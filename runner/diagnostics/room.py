@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runner.core import ConfigError, Mode, Room, RunSpec, errors, fmt
+from runner.core import Command, ConfigError, Mode, Room, RunSpec, errors, fmt
 
 if TYPE_CHECKING:
     from runner.core import LoadedCheckpoint, RunContext, Strategy, run_context
@@ -159,6 +159,18 @@ class Diff(Mode):
             return diff(context)
 
 
+EXPLAIN = Command(
+    name=Explain.name,
+    summary="what modules store, take, compute in and give",
+    description="Prints a table of modules of a run: what each stores, the dtypes that it takes, "
+    "computes in\nand gives in a forward and backward of the first training batch, and whether it "
+    "is converted\nand why not. Nothing is trained, and nothing is recorded in MLflow.",
+    words="<module> <key>=<value> ...",
+    words_meaning="a dotted name, with * for any part of one segment, and any keys of a run",
+    words_allowed="a module and keys of a run",
+)
+
+
 def _check_numerics(spec: RunSpec, strategy: "Strategy") -> None:
     every = spec.section(NumericsSpec).every
     if every is not None and strategy.shards:
@@ -185,5 +197,6 @@ ROOM = Room(
         "run at its own steps (folder or MLflow id), or a dump",
     },
     modes=(Plan(), Explain(), Replay(), Diff()),
+    commands=(EXPLAIN,),
     check=_check_numerics,
 )

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from runner.config.messages import dotted_keys
-from runner.config.overrides import DTYPE_PRECISIONS, path_exists
+from runner.config.overrides import DTYPE_PRECISIONS
 from runner.config.resolve import resolve_spec
 from runner.config.trusted_targets import SavedConfig, folder_config
 from runner.core import (
@@ -332,7 +332,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
         return DiffReference(name, replace(spec, precision=precision))
     if text in ACCELERATORS:
         return DiffReference(text, replace(spec, accelerator=replace(spec.accelerator, name=text)))
-    if path_exists(text):
+    if files.path_exists(text):
         path = Path(text)
         if is_dump(path):
             return _dump_reference(spec, path)
@@ -445,7 +445,7 @@ def compared_run(spec: RunSpec, invocation: Invocation) -> tuple[Path, RunSpec] 
     """
     text = spec.value("against") or ""
     folder = Path(text)
-    if not path_exists(text):
+    if not files.path_exists(text):
         if len(text) != 32 or not text.isalnum():
             return None
         folder = locate.resolve_path(text, spec.tracking.get("uri"), "against")

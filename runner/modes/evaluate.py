@@ -197,7 +197,7 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     for section, name in (("debug", "overfit"), ("train", "batch_size")):
         saved[section] = {key: part for key, part in spec.get(section, {}).items() if key == name}
     for key, (old, new) in changes(saved, run.spec).items():
-        is_added = key.startswith(tuple(f"task.{name}" for name in targets.TASK_KEYS))
+        is_added = key.startswith(tuple(f"task.{name}" for name in targets.GROUPS["task"].own_keys))
         if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):
             reasons.append(f"{key}={old} in its run, {new} here")
     if reasons:

@@ -33,10 +33,10 @@ from runner.core import (
     fmt,
     layout,
     run_context,
-    targets,
 )
 from runner.tracking import locate
 from runner.tracking.run_store import with_run_store
+from runner.training.parameter_groups import DIVISION_KEYS
 
 PRESET_GROUPS = ("experiment", "debug", "sweep")
 """Groups that set keys anywhere."""
@@ -445,6 +445,6 @@ def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, Any], dic
     found = {}
     for name, part in nodes.items():
         if isinstance(part, Mapping):
-            divisions = {key: part[key] for key in targets.GROUP_KEYS if part.get(key) is not None}
+            divisions = {key: part[key] for key in DIVISION_KEYS if part.get(key) is not None}
             found[name] = ((part.get("_target_"), part.get("match")), divisions)
     return found

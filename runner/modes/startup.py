@@ -19,7 +19,7 @@ from runner.core import (
     LoadedCheckpoint,
     RunContext,
     RunnerError,
-    TrainSpec,
+    RunSpec,
     TrainState,
     errors,
     files,
@@ -213,12 +213,13 @@ def check_stream(run: RunContext, split: str, loader: DatasetLoader) -> None:
         )
 
 
-def check_strategy(state: TrainState, train: TrainSpec) -> None:
+def check_strategy(state: TrainState, spec: RunSpec) -> None:
     """Check that the strategy can run the settings, the optimizer and the model.
 
     Raises:
         ConfigError: it takes one process, or the strategy cannot shard what the model holds.
     """
+    train = spec.train
     has_processes = state.strategy.rank.world_size > 1
     if has_processes and train.max_seconds is not None:
         # Each process has a clock of its own, and all must stop after the same step.
@@ -475,7 +476,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         tags["cpu_float16"] = kernels
     if run.precision.emulated:
         tags["emulated"] = "true"
-    rounding = fused_rounding(run.spec.train)
+    rounding = fused_rounding(run.spec)
     if rounding:
         tags["fused_rounding"] = rounding
         run.say(_ROUNDING_LINES[rounding])

@@ -94,7 +94,7 @@ def train(
             sizes = describe_model(run, built)
             steps = training_loop.total_steps(spec.train, loaders.train)
             state = build_state(run.setup, built.model, steps, built.plan)
-            check_strategy(state, spec.train)
+            check_strategy(state, spec)
             describe_optimizers(run, state, steps)
             if not run.strategy.rank.is_main:
                 # The weights are equal in all processes, dropout must not be. 2**40 apart: no seed

@@ -70,9 +70,11 @@ def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) ->
             own = conversions.get(row["module"])
             text = "" if own is None else f"skipped: {own.why}"
             row["conversion"] = "converted" if own is not None and own.is_converted else text
-    rounding = fused_rounding(run.spec.train)
+    rounding = fused_rounding(run.spec)
     if rounding:
-        names = {name or "(model)" for name in compiled_modules(run.spec.train, probe.model)}
+        names = {
+            name or "(model)" for name in compiled_modules(run.spec.train.compile, probe.model)
+        }
         for row in rows:
             row[ROUNDING_COLUMN] = rounding if row["module"] in names else "not compiled"
     if run.save_artifact(run.out / DTYPES_FILE, lambda path: files.write_table(path, rows)):

@@ -275,7 +275,7 @@ def _task_direction(config: DictConfig) -> str:
     from runner.data.task_target import build_task, task_problems
 
     own = getattr(targets.locate(str(config.task.get("_target_"))), "direction", None)
-    added = [key for key in targets.RUNNER_KEYS["task"] if config.task.get(key) is not None]
+    added = [key for key in targets.GROUPS["task"].own_keys if config.task.get(key) is not None]
     if own is not None and not added:
         return str(own)
     task: Any = OmegaConf.to_container(config.task, resolve=True)

@@ -1,11 +1,11 @@
-"""mode=advise and mode=gate: sweeps whose jobs are chosen as results come in."""
+"""mode=advise and mode=gate, whose jobs are chosen as results come in, and the command report."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from runner.core import ConfigError, Mode, Room, RunSpec, errors
+from runner.core import Command, ConfigError, Mode, Room, RunSpec, errors
 
 if TYPE_CHECKING:
     from runner.core import Strategy, run_context
@@ -100,4 +100,27 @@ class Gate(Advise):
     name = "gate"
 
 
-ROOM = Room(sections={"advise": AdviseSpec}, modes=(Advise(), Gate()))
+def _report(words: Sequence[str], values: Mapping[str, str]) -> int:
+    from runner.sweeps.report.load import rebuild_report
+
+    return rebuild_report(words, values)
+
+
+REPORT = Command(
+    name="report",
+    summary="rebuild a sweep's report, or make one of two sweeps",
+    description="Rebuilds the report of a sweep from its folder, or from an id out of MLflow "
+    "alone. With two\nsweeps, writes the report over the jobs of both, compared with 32-true of "
+    "the first one.",
+    run=_report,
+    options={
+        **Command.STORE_OPTIONS,
+        "--out <folder>": "where the files are written; by default the sweep's folder, or "
+        "outputs/reports/<sweep>",
+    },
+    words="<sweep> [<sweep>]",
+    words_meaning="its folder, its id or the id of its parent run; by default the newest",
+    words_allowed="one or two sweeps",
+    max_words=2,
+)
+ROOM = Room(sections={"advise": AdviseSpec}, modes=(Advise(), Gate()), commands=(REPORT,))

@@ -15,15 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from runner.core import (
-    Precision,
-    RunSpec,
-    TrainSpec,
-    accelerators,
-    module_tree,
-    refuse,
-    tensor_facts,
-)
+from runner.core import Precision, RunSpec, accelerators, module_tree, refuse, tensor_facts
 
 MAX_SHAPES_PER_BLOCK = 8
 """Shapes of its inputs that a block is compiled for, in training and evaluation together; torch
@@ -75,7 +67,7 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
             f"{typed} replays CUDA graphs, and this run is on {device.type}. "
             "Type train.compile=default."
         )
-    if mode in TrainSpec.CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
+    if mode in spec.train.CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
         yield (
             f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "
             "not add up (pytorch/pytorch#169545). Type train.accumulate=1, "
@@ -132,7 +124,7 @@ def prepare_model(
             block.__class__ = subclasses[kind]
     if not train.compile:
         return
-    blocks = _compiled_blocks(train, model)
+    blocks = _compiled_blocks(train.compile, model)
     mode = None if train.compile in (True, "regional") else str(train.compile)
     options = None
     if train.compile_rounding == "eager":
@@ -151,31 +143,31 @@ def prepare_model(
         block.compile(mode=mode, options=options, dynamic=False)
 
 
-def _compiled_blocks(train: TrainSpec, model: nn.Module) -> list[nn.Module]:
+def _compiled_blocks(choice: bool | str, model: nn.Module) -> list[nn.Module]:
     """Return the modules that train.compile compiles, each as a whole."""
-    if not train.compile:
+    if not choice:
         return []
-    return module_tree.repeated_blocks(model) if train.compile == "regional" else [model]
+    return module_tree.repeated_blocks(model) if choice == "regional" else [model]
 
 
-def compiled_modules(train: TrainSpec, model: nn.Module) -> set[str]:
+def compiled_modules(choice: bool | str, model: nn.Module) -> set[str]:
     """Return the names of the modules that train.compile compiles, and of those within them."""
-    blocks = {id(part) for block in _compiled_blocks(train, model) for part in block.modules()}
+    blocks = {id(part) for block in _compiled_blocks(choice, model) for part in block.modules()}
     return {name for name, module in model.named_modules() if id(module) in blocks}
 
 
-def fused_rounding(train: TrainSpec) -> str:
+def fused_rounding(spec: RunSpec) -> str:
     """Return how this run's fused operations round half precision between them.
 
     Returns:
         "eager", "fused", or "" for a run that does not compile.
     """
-    if not train.compile:
+    if not spec.train.compile:
         return ""
     from torch._inductor import config
 
     # An environment variable of torch, TORCHINDUCTOR_EMULATE_PRECISION_CASTS, sets it, too.
-    return "eager" if getattr(config, EAGER_ROUNDING) else train.compile_rounding
+    return "eager" if getattr(config, EAGER_ROUNDING) else spec.train.compile_rounding
 
 
 def outermost_modules(model: nn.Module, patterns: Any) -> list[nn.Module]:

@@ -25,6 +25,9 @@ NamedParameters = Mapping[str, nn.Parameter]
 NORMS_AND_BIASES = "norms_and_biases"
 """Value of optimizer.no_decay_on: biases, parameters of norm layers, and vectors and scalars."""
 
+DIVISION_KEYS = ("groups", "no_decay_on", "layer_decay")
+"""Keys of an optimizer that divide its parameters into groups."""
+
 # Name of the group of the parameters that no entry of optimizer.groups names.
 _REST = "rest"
 
@@ -38,7 +41,7 @@ _WHOLE_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "maximiz
 def group_settings(node: Node) -> dict[str, Any]:
     """Return the settings of an optimizer's node that divide its parameters; empty for none."""
     values = targets.runner_values("optimizer", node)
-    return {key: values[key] for key in sorted(targets.GROUP_KEYS) if key in values}
+    return {key: values[key] for key in sorted(DIVISION_KEYS) if key in values}
 
 
 def matched_names(key: str, match: Any, named: NamedParameters, model: nn.Module) -> set[str]:

@@ -161,9 +161,9 @@ def test_each_command_has_a_help_text(main, command):
 
 def test_commands_get_their_arguments(main, monkeypatch):
     seen = []
-    monkeypatch.setattr("runner.cli.doctor.doctor", lambda argv: seen.append(argv) or 7)
-    assert main("doctor", "a", "b").rc == 7
-    assert seen == [["a", "b"]]
+    monkeypatch.setattr("runner.cli.doctor.doctor", lambda folder: seen.append(folder) or 7)
+    assert main("doctor", "-cd", "a").rc == 7
+    assert seen == ["a"]
 
 
 def test_the_working_directory_is_on_the_path_last(main, monkeypatch, tmp_path):

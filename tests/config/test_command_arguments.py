@@ -2,8 +2,9 @@
 
 import pytest
 
-from runner.config.commands import COMMANDS
-from runner.core.base.errors import ConfigError
+from runner.core import ConfigError, Room
+
+COMMANDS = Room.all_commands()
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,6 @@ def test_arguments_that_a_command_does_not_take(command, message):
 def test_the_help_names_every_argument(command):
     text = command.help()
     assert text.startswith(f"python -m runner {command.name} [")
-    for option in command.options:
-        assert text.count(option.key) == 2
-        assert option.meaning in text
+    for argument, meaning in command.options.items():
+        assert text.count(argument) == 2
+        assert meaning in text

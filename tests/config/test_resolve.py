@@ -6,9 +6,8 @@ from typing import Any, Literal
 import pytest
 from torch import Tensor
 
-from runner.core import TrainSpec
 from runner.core.base.errors import ConfigError
-from runner.core.config.schema import RunSpec
+from runner.core.config.schema import RunSpec, TrainSpec
 from runner.core.config.targets import check_targets, instantiate, locate, target_nodes
 
 

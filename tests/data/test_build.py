@@ -7,9 +7,8 @@ import torch
 from items import CPU
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from runner.core import TrainSpec
 from runner.core.base.errors import ConfigError
-from runner.core.config.schema import DebugSpec, RunSpec
+from runner.core.config.schema import DebugSpec, RunSpec, TrainSpec
 from runner.data.build import build_data, build_run_loaders, splits_problems
 from runner.data.splits import Splits
 from runner.training.tasks.classification import Classification

@@ -6,7 +6,7 @@ import torch
 from items import CPU, Batches, Items, X, Y
 from torch.utils.data import IterableDataset, TensorDataset
 
-from runner.core import TrainSpec
+from runner.core.config.schema import TrainSpec
 from runner.core.loop.batch_layout import StartingPoint, ends_epoch
 from runner.core.loop.training_loop import accumulation_batches, total_steps
 from runner.data.collate import Collator

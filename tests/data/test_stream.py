@@ -9,10 +9,9 @@ import torch
 from items import CPU
 from torch.utils.data import IterableDataset
 
-from runner.core import TrainSpec
 from runner.core.base.errors import ConfigError
 from runner.core.base.torchrun import ProcessRank
-from runner.core.config.schema import DebugSpec, RunSpec
+from runner.core.config.schema import DebugSpec, RunSpec, TrainSpec
 from runner.core.loop.training_loop import accumulation_batches, is_evaluation_step, total_steps
 from runner.data.build import build_data, build_run_loaders
 from runner.data.collate import Collator

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from runner.config.commands import COMMANDS
+from runner.core import Room
 from runner.integrations.training_source import RecordSettings
 
 pytest.importorskip("transformers")
@@ -62,7 +62,7 @@ def test_every_command_of_the_page_exists(root):
     lines = re.findall(r"^    python -m runner (\w+)(.*)$", page, re.MULTILINE)
     assert [name for name, _ in lines] == ["ui", "report", "sync"]
     for name, words in lines:
-        COMMANDS[name].parse(words.split())
+        Room.all_commands()[name].parse(words.split())
 
 
 def test_every_option_is_on_the_page(root):

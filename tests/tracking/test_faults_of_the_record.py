@@ -214,7 +214,7 @@ def test_a_server_that_stays_away_stops_no_run_and_sync_uploads_it_later(tmp_pat
     assert stderr.count(f"The run is not stored completely in {uri}") == 1
     assert f"`python -m runner sync {trainer.folder}`" in stderr
     elsewhere = f"sqlite:///{tmp_path}/elsewhere/mlflow.db"
-    assert sync([str(trainer.folder), f"tracking.uri={elsewhere}"]) == 0
+    assert sync([str(trainer.folder)], elsewhere) == 0
     whole(trainer, done["steps"], elsewhere)
 
 

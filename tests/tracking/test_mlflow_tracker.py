@@ -166,7 +166,7 @@ def test_a_stored_run_moves_to_another_store_as_a_whole(begin, reader, empty_sto
     tracker.close("FINISHED")
     uri = empty_store(tmp_path / "other" / "mlflow.db")
     for _ in range(2):  # nothing is uploaded twice
-        assert sync([str(tmp_path / "moved"), f"tracking.uri={uri}"]) == 0
+        assert sync([str(tmp_path / "moved")], uri) == 0
     other = reader(uri)
     (run,) = other.named("runs", "moved")
     assert run.info.status == "FINISHED"

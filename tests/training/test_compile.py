@@ -408,19 +408,19 @@ def test_fused_asks_for_nothing(options):
 def test_what_held_is_named():
     from torch._inductor import config
 
-    assert fused_rounding(TrainSpec()) == ""
-    assert fused_rounding(TrainSpec(compile=True)) == "fused"
-    assert fused_rounding(TrainSpec(compile=True, compile_rounding="eager")) == "eager"
+    assert fused_rounding(spec()) == ""
+    assert fused_rounding(spec(compile=True)) == "fused"
+    assert fused_rounding(spec(compile=True, compile_rounding="eager")) == "eager"
     # As TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1 sets it.
     with config.patch({EAGER_ROUNDING: True}):
-        assert fused_rounding(TrainSpec(compile=True)) == "eager"
+        assert fused_rounding(spec(compile=True)) == "eager"
 
 
 def test_the_modules_that_are_compiled():
     model = gpt(layers=2)
-    assert compiled_modules(TrainSpec(), model) == set()
-    assert compiled_modules(TrainSpec(compile=True), model) == dict(model.named_modules()).keys()
-    regional = compiled_modules(TrainSpec(compile="regional"), model)
+    assert compiled_modules(False, model) == set()
+    assert compiled_modules(True, model) == dict(model.named_modules()).keys()
+    regional = compiled_modules("regional", model)
     assert regional == {n for n, _ in model.named_modules() if n.startswith("blocks.")}
 
 

@@ -6,7 +6,7 @@ from states import CPU, make_state
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.core import TrainSpec
+from runner.core.config.schema import TrainSpec
 from runner.core.loop.step_records import EvalRecord
 from runner.core.loop.training_loop import LoopHooks, fit
 from runner.data.loader import Loader

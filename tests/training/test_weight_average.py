@@ -10,8 +10,8 @@ from states import are_equal
 from torch import nn
 from training_states import MLP, begin, resume_halfway, save, train
 
-from runner.core import TrainSpec
 from runner.core.base.errors import ConfigError
+from runner.core.config.schema import TrainSpec
 from runner.core.record import checkpoint_file
 from runner.training import state_dict
 from runner.training.state_dict import checkpoint_state_dict

@@ -75,6 +75,15 @@ def link_out_of(folder: Path, place: Path) -> Path | None:
     return None
 
 
+def path_exists(path: str) -> bool:
+    """Return whether a text names an existing file or folder, whatever text it is."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        # A value that is no path: too long for a name, or with a null character.
+        return False
+
+
 def check_links(folder: Path) -> None:
     """Refuse to write into an output folder where a link leads out of it.
 

@@ -1,4 +1,4 @@
-"""A room adds sections of the schema and modes to a run. `runner/rooms.py` lists the rooms.
+"""A room adds sections of the schema, modes and commands. `runner/rooms.py` lists the rooms.
 
 This module knows none of them: the command line and the Python API install that list once in a
 process, before they read a config.
@@ -7,6 +7,8 @@ process, before they read a config.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from runner.core.config.command import Command
 
 if TYPE_CHECKING:
     from runner.core.config.schema import RunSpec
@@ -93,6 +95,7 @@ class Room:
             single value that is null by default.
         texts: meaning of each single value, for docs/commands.md.
         modes: in the order in which they are listed.
+        commands: other than a run.
         problems: yields what cannot run of a spec, all at once.
         parts: builds the object that a run has of a group of the spec, by the group; of the spec,
             the strategy and the torch device.
@@ -105,6 +108,7 @@ class Room:
     sections: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     modes: Sequence[Mode] = ()
+    commands: Sequence[Command] = ()
     problems: Callable[["RunSpec"], Iterable[str]] = lambda spec: ()
     parts: Mapping[str, Callable[["RunSpec", "Strategy", Any], Any]] = field(default_factory=dict)
     check: Callable[["RunSpec", "Strategy"], None] = lambda spec, strategy: None
@@ -113,6 +117,12 @@ class Room:
     def install(cls, rooms: Sequence["Room"]) -> None:
         """Have this process know the rooms, in place of those that it knew."""
         cls.installed[:] = rooms
+
+    @classmethod
+    def all_commands(cls) -> dict[str, Command]:
+        """Return the commands of all rooms by their names, in the order of these."""
+        commands = {command.name: command for room in cls.installed for command in room.commands}
+        return dict(sorted(commands.items()))
 
     @classmethod
     def all_sections(cls) -> dict[str, Any]:

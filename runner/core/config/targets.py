@@ -1,9 +1,7 @@
 """Check the targets (`_target_`) of a config, and build its groups.
 
-The keys of the data and the task group that the runner reads itself are not passed to the group's
-own target: data.collate and data.sampler, which are built here, and TASK_KEYS, which
-data/task_target.py builds. A target among them is a node with a `_target_`, or a dotted path as
-text.
+GROUPS says which keys of a group the runner reads itself, and what it passes to a target before
+the keywords. A target among those keys is a node with a `_target_`, or a dotted path as text.
 """
 
 import re
@@ -11,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from runner.core.base.errors import ConfigError
@@ -28,23 +27,48 @@ from runner.core.config.instantiation import (
 )
 from runner.core.config.schema import RunSpec
 
-LEADING_COUNTS = {"collate": 0, "sampler": 1}
-"""Number of arguments that the runner passes before the keywords, by key."""
+
+class TargetGroup(NamedTuple):
+    """What the runner does with a group of the config whose target it calls.
+
+    Attributes:
+        is_required: every run needs one.
+        leading: number of arguments that the runner passes before the keywords: the parameters to
+            an optimizer, the optimizer to a scheduler.
+        own_keys: keys that the runner reads itself. A target that has a parameter of that name is
+            passed the value in its place.
+        called_keys: keys whose values are targets that the runner calls itself, and the number of
+            arguments that it passes to each before the keywords.
+    """
+
+    is_required: bool = True
+    leading: int = 0
+    own_keys: tuple[str, ...] = ()
+    called_keys: Mapping[str, int] = MappingProxyType({})
 
 
-TASK_KEYS = ("metrics", "quality", "direction", "after_evaluation", "whole_batch")
-"""Keys of the task group that fit every task."""
-
-
-def data_target_node(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data group's node without the keys that the runner reads itself."""
-    return {key: value for key, value in data.items() if key not in LEADING_COUNTS}
+GROUPS = {
+    "strategy": TargetGroup(),
+    "precision": TargetGroup(),
+    "model": TargetGroup(),
+    "data": TargetGroup(called_keys={"collate": 0, "sampler": 1}),
+    "task": TargetGroup(
+        own_keys=("metrics", "quality", "direction", "after_evaluation", "whole_batch")
+    ),
+    "optimizer": TargetGroup(
+        leading=1, own_keys=("groups", "no_decay_on", "layer_decay", "state_dtype")
+    ),
+    "tracking": TargetGroup(),
+    "scheduler": TargetGroup(is_required=False, leading=1, own_keys=("warmup",)),
+}
+"""The groups of which the runner needs more than their target."""
+_OTHER = TargetGroup(is_required=False)
 
 
 def loading_nodes(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Yield each node with a target: its dotted key, the node, the number of its arguments that
     the runner passes."""
-    for key, leading in LEADING_COUNTS.items():
+    for key, leading in GROUPS["data"].called_keys.items():
         node = data.get(key)
         if is_target_node(node):
             # A partial function is called with one argument more, which the runner passes.
@@ -55,7 +79,7 @@ _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def task_nodes(task: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """Yield each node with a target among TASK_KEYS, as loading_nodes does.
+    """Yield each node with a target among the task's own keys, as loading_nodes does.
 
     Args:
         task: the keys of the task group that the runner reads.
@@ -106,31 +130,19 @@ def _metric_name(value: Any) -> str:
     return _WORD_STARTS.sub("_", str(path).rpartition(".")[2]).lower()
 
 
-# Number of arguments that the runner passes before the keywords, by group: the parameters to an
-# optimizer, the optimizer to a scheduler.
-LEADING_ARGUMENT_COUNTS = {"optimizer": 1, "scheduler": 1}
+def runner_keys(group: str, node: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a group's node that the runner reads and does not pass to its target.
 
-GROUP_KEYS = ("groups", "no_decay_on", "layer_decay")
-"""Keys of an optimizer that divide its parameters into groups."""
-
-RUNNER_KEYS = {
-    "optimizer": (*GROUP_KEYS, "state_dtype"),
-    "scheduler": ("warmup",),
-    "task": TASK_KEYS,
-}
-"""Keys that the runner reads and does not pass to the target, by group."""
-
-# Groups that every run needs; a scheduler or an adapter may be none.
-REQUIRED_GROUPS = ("strategy", "precision", "model", "data", "task", "optimizer", "tracking")
-
-
-def runner_keys(group: str, target: Any) -> set[str]:
-    """Return the keys of RUNNER_KEYS that a target does not take itself, by a parameter's name."""
-    try:
-        own = signature(target).parameters
-    except (TypeError, ValueError):
-        return set(RUNNER_KEYS.get(group, ()))
-    return {key for key in RUNNER_KEYS.get(group, ()) if key not in own}
+    Raises:
+        ConfigError: the target does not import.
+    """
+    keys = GROUPS.get(group, _OTHER)
+    passed: Iterable[str] = ()
+    if keys.own_keys:
+        target = locate(node["_target_"])
+        with suppress(TypeError, ValueError):
+            passed = signature(target).parameters
+    return {*keys.called_keys, *keys.own_keys}.difference(passed)
 
 
 def without_runner_keys(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,16 +151,16 @@ def without_runner_keys(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the target does not import.
     """
-    keys = runner_keys(group, locate(node["_target_"]))
+    keys = runner_keys(group, node)
     return {key: value for key, value in node.items() if key not in keys}
 
 
 def runner_values(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a group's node that the runner reads itself, by their keys."""
-    keys: Iterable[str] = RUNNER_KEYS.get(group, ())
+    keys: Iterable[str] = GROUPS[group].own_keys
     # check_targets reports a target that does not import.
-    with suppress(ConfigError, AttributeError, TypeError):
-        keys = runner_keys(group, locate(str(node.get("_target_"))))
+    with suppress(ConfigError, AttributeError, TypeError, KeyError):
+        keys = runner_keys(group, node)
     return {key: node[key] for key in keys if node.get(key) is not None}
 
 
@@ -159,10 +171,10 @@ def target_nodes(spec: RunSpec) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         # The user's own values are no group, whatever they hold.
         if not isinstance(node, dict) or part.name in ("vars", "sections"):
             continue
-        leading = LEADING_ARGUMENT_COUNTS.get(part.name, 0)
+        leading = GROUPS.get(part.name, _OTHER).leading
         if part.name == "data":
             yield from loading_nodes(node)
-            node = data_target_node(node)
+            node = without_runner_keys("data", node)
         if part.name == "task":
             yield from task_nodes(runner_values("task", node))
         if "_target_" in node:
@@ -184,7 +196,7 @@ def _nested_schedules(
     for i, part in enumerate(parts):
         if is_target_node(part):
             name = f"{key}.schedulers.{i}"
-            yield name, part, LEADING_ARGUMENT_COUNTS["scheduler"]
+            yield name, part, GROUPS["scheduler"].leading
             if isinstance(part.get("schedulers"), list):
                 yield from _nested_schedules(name, part["schedulers"])
 
@@ -195,10 +207,11 @@ def check_targets(spec: RunSpec) -> list[str]:
     Nodes that are nested in the arguments of a group's target are checked, too.
     """
     present = {key.partition(".")[0] for key, _, _ in target_nodes(spec)}
-    empty = [key for key in REQUIRED_GROUPS if key not in present]
+    required = [key for key, group in GROUPS.items() if group.is_required]
+    empty = [key for key in required if key not in present]
     problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
     for key, node, leading in target_nodes(spec):
-        if node["_target_"] is None and key not in REQUIRED_GROUPS:
+        if node["_target_"] is None and key not in required:
             continue
         if node.get("_partial_") is True and not leading:
             problems.append(
@@ -301,7 +314,7 @@ def loading_problems(data: Mapping[str, Any]) -> Iterator[str]:
 
     The arguments of their nodes are left out: check_targets checks them.
     """
-    for key in LEADING_COUNTS:
+    for key in GROUPS["data"].called_keys:
         value = data.get(key)
         if value is not None:
             yield from value_problems(f"data.{key}", value)

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.messages import option_hint
-from runner.config.overrides import as_typed, override_texts, path_exists
+from runner.config.overrides import as_typed, override_texts
 from runner.config.resolve import resolve_spec
 from runner.core import (
     ConfigError,
@@ -23,6 +23,7 @@ from runner.core import (
     RunResult,
     RunSpec,
     accelerators,
+    files,
     fmt,
     layout,
     refuse,
@@ -112,7 +113,7 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> l
 def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
     """Return the results in a folder or in the command's store, with what each ran with."""
     folder = Path(name)
-    if path_exists(name) and folder.is_dir():
+    if files.path_exists(name) and folder.is_dir():
         if (folder / layout.MANIFEST).is_file():
             return load_from_folder(folder).jobs
         try:

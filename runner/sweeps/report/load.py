@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.commands import REPORT
-from runner.config.overrides import path_exists
 from runner.core import (
     ConfigError,
     RunResult,
@@ -314,7 +312,7 @@ class LoadedSweep:
     data: SweepData
 
 
-def rebuild_report(argv: Sequence[str]) -> int:
+def rebuild_report(sweeps: Sequence[str], typed: Mapping[str, str]) -> int:
     """Run `runner report [sweep [sweep]] [tracking.uri=...] [--out <folder>]`.
 
     A sweep is a folder, a parent run's id or a sweep's id. Without one, the newest: of the store or
@@ -322,22 +320,21 @@ def rebuild_report(argv: Sequence[str]) -> int:
     too. The report of two sweeps is written to files alone.
 
     Args:
-        argv: the words after `report`.
+        sweeps: two at most.
+        typed: values of the options, by their keys.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: an argument that it does not take, there is no such sweep, or the folder takes
-            no files.
+        ConfigError: there is no such sweep, or the folder takes no files.
         TrackingError: the store does not answer.
     """
-    words, typed = REPORT.parse(argv)
     out = typed.get("--out")
     upload_in_background(Path("outputs"))
     try:
-        report = _report_two if len(words) == 2 else _report_one
-        paths = report(words, typed, out)
+        report = _report_two if len(sweeps) == 2 else _report_one
+        paths = report(sweeps, typed, out)
     except OSError as error:
         raise ConfigError(
             f"The report cannot be written: {error.filename or out}: "
@@ -352,7 +349,7 @@ def rebuild_report(argv: Sequence[str]) -> int:
 def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
     """Write the report of one sweep; return the paths."""
     sweep = sweeps[0] if sweeps else None
-    folder = Path(sweep) if sweep and path_exists(sweep) else None
+    folder = Path(sweep) if sweep and files.path_exists(sweep) else None
     if sweep is None and not any(key.startswith("tracking.") for key in typed):
         folder = next(iter(newest_sweeps()), None)
     if folder:
@@ -387,7 +384,7 @@ def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
 
 def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
     """Return a sweep of a folder or of the store."""
-    if path_exists(sweep):
+    if files.path_exists(sweep):
         began_ms = Manifest.read(Path(sweep)).began_ms
         return LoadedSweep(sweep, _date(began_ms), load_from_folder(Path(sweep)))
     from runner.tracking.reader import Reader

@@ -11,9 +11,9 @@ from states import CPU, decaying_sgd, make_state
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.core import TrainSpec
 from runner.core.base.random_streams import seed_all
 from runner.core.base.stop_signals import Stopped
+from runner.core.config.schema import TrainSpec
 from runner.core.loop.step import train_step
 from runner.core.loop.step_records import EvalRecord, HostTransfer
 from runner.core.loop.train_state import ScheduledOptimizer

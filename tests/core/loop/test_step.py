@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.core import TrainSpec, batch_layout
+from runner.core import batch_layout
 from runner.core.base.errors import ConfigError
-from runner.core.config.schema import RunSpec
+from runner.core.config.schema import RunSpec, TrainSpec
 from runner.core.loop.step import grad_norms, loss_of, train_step
 from runner.core.loop.task import Task
 from runner.core.loop.train_state import ScheduledOptimizer, TrainState

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from runner.core import TrainSpec
 from runner.core.base.errors import ConfigError
-from runner.core.config.schema import RunSpec
+from runner.core.config.schema import RunSpec, TrainSpec
 from runner.core.loop.step import train_step
 from runner.training.compile import prepare_model
 

@@ -3,8 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.core import TrainSpec
-from runner.core.config.schema import GuardSpec, RunSpec
+from runner.core.config.schema import GuardSpec, RunSpec, TrainSpec
 from runner.precision.registry import load_precision
 from runner.training.callbacks.guard import MIN_SPIKE_STEPS, Guard
 
