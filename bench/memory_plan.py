@@ -33,7 +33,7 @@ from runner.diagnostics.memory.forecast import peak_forecast
 from runner.diagnostics.memory.memory_tracker import MemoryBreakdown
 from runner.rooms import install_rooms
 from runner.training.compile import prepare_model
-from runner.training.model import build_model
+from runner.training.model import ModelBuilder
 from runner.training.setup import build_scheduled_optimizers
 
 STEPS = 4
@@ -125,7 +125,7 @@ def train(
     spec: RunSpec, precision: Precision, device: torch.device, loaders: tuple[Loader, Loader]
 ) -> None:
     """Train a model as runner.modes.train does, without callbacks and checkpoints."""
-    model = build_model(spec, precision, device).model
+    model = ModelBuilder(spec, precision).build(device).model
     task = build_group("task", spec.task)
     optimizers = build_scheduled_optimizers(spec, model, precision, STEPS)
     with precision.session(model, device):

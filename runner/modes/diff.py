@@ -80,7 +80,8 @@ from runner.precision import registry
 from runner.tracking import locate
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.model import build_model, restore_model, restore_precision_state
+from runner.training.example_batch import ForecastUnavailable
+from runner.training.model import ModelBuilder, restore_precision_state, restoring_builder
 from runner.training.state_dict import checkpoint_state_dict
 
 PAGE = "diff.html"
@@ -219,22 +220,23 @@ class _Comparison:
 
     def compared_steps(self) -> Iterator[BatchComparison]:
         """Train the reference up to each of the steps, and yield what is found there."""
+        run = self._run
         spec = self._reference.spec
         device = accelerators.choose_accelerator(
             spec.accelerator.name, spec.accelerator.index
         ).device
-        steps = sorted({*self._run.spec.section(DiffSpec).steps})
+        steps = sorted({*run.spec.section(DiffSpec).steps})
         start = None
         if self._reference.run is not None:
             start = checkpoint_before_step(self._reference.run, steps[0], self._has_settings)
         if steps[0] > 1:
             # The run's own model is built once, before the reference is trained, which may take
             # long: its precision may convert no layer of it.
-            random_streams.seed_all(self._run.spec.seed)
+            random_streams.seed_all(run.spec.seed)
             # No forward follows that would refuse what experts there may be.
             finding = ConversionPlan(finds_experts=True)
-            build_model(self._run.spec, self._run.precision, self._run.device, plan=finding)
-        run = self._run
+            with suppress(ForecastUnavailable):  # no shape is known of the inputs of lazy layers
+                ModelBuilder(run.spec, run.precision).build(run.device, finding)
         reach = partial(states_before, spec, device=device, say=run.say, compiles=True)
         for reached in reach(steps, start):
             yield self._compare(reached)
@@ -297,7 +299,7 @@ class _Comparison:
         if state.step:
             content = checkpoint_state_dict(state, self._reference.spec)
             start = LoadedCheckpoint(Path(f"step {state.step}"), content)
-            make = partial(restore_model, spec, precision, start)
+            make = restoring_builder(spec, precision, start)
         else:
             make = starting_model(setup)
         built, candidate = build_execution(setup, make, lambda: batch[0])

@@ -6,7 +6,6 @@ The tracker is open already; run.py closes it.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
@@ -36,7 +35,7 @@ from runner.modes.training_outputs import describe_computation, make_evaluation_
 from runner.tracking import locate
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.model import restore_model
+from runner.training.model import restoring_builder
 from runner.training.setup import build_state
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
 
@@ -105,7 +104,7 @@ def evaluate_checkpoint(
         source = f"train.ema={decay:g}" if decay else "of the optimizer's eval()"
         run.say(f"evaluates the averaged weights ({source})")
         saved = saved._replace(content=with_averaged_weights(saved.content))
-    make = partial(restore_model, spec, run.precision, saved)
+    make = restoring_builder(spec, run.precision, saved)
     built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0], saved)
     check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):

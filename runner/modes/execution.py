@@ -37,13 +37,7 @@ from runner.precision.forward_watch import ModelTrial
 from runner.tracking import locate
 from runner.training.formats import weight_files
 from runner.training.initial_weights import rename
-from runner.training.model import (
-    BuiltModel,
-    ModelBuilder,
-    build_model,
-    build_sharded_model,
-    restore_precision_state,
-)
+from runner.training.model import BuiltModel, ModelBuilder, restore_precision_state
 from runner.training.setup import build_state
 
 
@@ -81,7 +75,7 @@ def build_execution(
 def starting_model(
     setup: run_context.TrainingSetup, resumed: LoadedCheckpoint | None = None
 ) -> ModelBuilder:
-    """Return the function that builds the model that training starts from.
+    """Return the builder of the model that training starts from.
 
     Args:
         setup: its spec's model, adapter and init sections are read.
@@ -94,7 +88,7 @@ def starting_model(
     # The model may be built twice, see build_proven_model; the checkpoint is read once, here.
     start = resumed or read_initial_weights(setup.spec)
     exact = resumed is not None
-    return partial(build_model, setup.spec, setup.precision, start=start, restore_exactly=exact)
+    return ModelBuilder(setup.spec, setup.precision, start, restore_exactly=exact)
 
 
 def build_proven_model(
@@ -115,13 +109,15 @@ def build_proven_model(
         ConfigError: the model cannot compute in the precision as it was converted.
     """
     precision = setup.precision
+    inputs = restored_random_state()(inputs)
+    builder = replace(make, inputs=inputs)
     plan = ConversionPlan(finds_experts=True)
     is_rebuilt = False
     while True:
         if setup.strategy.shards:
-            built = build_sharded_model(make, plan, precision, setup.strategy, setup.device)
+            built = builder.build_sharded(plan, setup.strategy, setup.device)
         else:
-            built = make(setup.device, plan=plan)
+            built = builder.build(setup.device, plan)
         # Once shards have their values: on the meta device nothing could be restored.
         if saved is not None:
             restore_precision_state(built.model, precision, saved)
@@ -129,7 +125,7 @@ def build_proven_model(
             built.model,
             built.report,
             built.plan,
-            restored_random_state()(inputs),
+            inputs,
             partial(_completes_forward, setup, built.model),
             setup.strategy,
             has_label=setup.task.passes_target,

@@ -1,7 +1,6 @@
 """mode=plan: print what a run would hold and convert, without data and without training."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from runner.modes.execution import read_initial_weights
 from runner.precision.casting import KeptInFloat32
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
-from runner.training.model import BuiltModel, build_model, build_on_meta
+from runner.training.model import BuiltModel, ModelBuilder
 from runner.training.setup import (
     attach_rules,
     build_optimizer,
@@ -53,7 +52,7 @@ def plan(run: RunContext) -> None:
     random_streams.seed_all(spec.seed)
     start = read_initial_weights(spec)
     found = find_experts(spec, precision, device)
-    built = build_on_meta(partial(build_model, spec, precision, start=start), found)
+    built = ModelBuilder(spec, precision, start).build_on_meta(found)
     model = built.model
     report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse

@@ -55,7 +55,7 @@ from runner.precision import registry
 from runner.training import state_dict
 from runner.training.compile import check_compile_options, prepare_model
 from runner.training.evaluation_hook import EvaluationHook
-from runner.training.model import build_model, keeps_adapter
+from runner.training.model import ModelBuilder, keeps_adapter
 from runner.training.own_state import OwnState, saved_state
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.tensor_task import mean
@@ -307,7 +307,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         and checkpoint is not None
         and keeps_adapter(spec, precision, checkpoint)
     )
-    make = partial(build_model, spec, precision, start=checkpoint, restore_exactly=whole)
+    make = ModelBuilder(spec, precision, checkpoint, restore_exactly=whole)
     # In one process, whatever the strategy.
     setup = run_context.TrainingSetup(spec, precision, run.task, device)
     built, state = build_execution(setup, make, lambda: start.batches[0][0])

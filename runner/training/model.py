@@ -11,13 +11,14 @@ one whole model at most.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from itertools import chain
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from runner.core import (
     ConversionPlan,
     ConversionReport,
     LoadedCheckpoint,
-    Mode,
     Precision,
     RunnerError,
     RunSpec,
@@ -44,7 +44,6 @@ from runner.core import (
     tensor_facts,
     terminal,
 )
-from runner.data.build import build_data, build_run_loaders
 from runner.precision import casting
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.conversion import is_converted
@@ -63,7 +62,7 @@ from runner.training.schedules import Node
 
 META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
-_EXAMPLES = 2  # in the first forward
+_EXAMPLES = 2  # of random inputs
 # Keywords by which timm, torchvision and the models of the runner load weights.
 _LOADING_KEYWORD = re.compile("pretrained(_cfg(_overlay)?)?|weights(_backbone)?|(checkpoint_)?path")
 # Packages whose models load weights only where one of these keywords asks for it.
@@ -90,81 +89,245 @@ class BuiltModel(NamedTuple):
     plan: ConversionPlan = ConversionPlan()
 
 
-class ModelBuilder(Protocol):
-    """A function that builds a model; see build_model."""
+@dataclass(frozen=True)
+class ModelBuilder:
+    """Builds the model of a run: constructs it, loads weights, converts and adapts it.
 
-    def __call__(self, device: torch.device, plan: ConversionPlan = ...) -> BuiltModel: ...
-
-
-def build_model(
-    spec: RunSpec,
-    precision: Precision,
-    device: torch.device,
-    plan: ConversionPlan = ConversionPlan(),
-    *,
-    start: LoadedCheckpoint | None = None,
-    restore_exactly: bool = False,
-) -> BuiltModel:
-    """Build the model with its seeded weights, converted and on its device.
-
-    All precisions start from the same weights, except with init.low_memory, which draws others.
-
-    Args:
+    Attributes:
         spec: its model and adapter nodes are called.
         precision: converts the model.
-        device: where it ends up. Its parameters are made on the CPU; those of the meta device, and
-            with init.low_memory, where they end up.
-        plan: what forwards have found out about the model.
-        start: a checkpoint to take the weights from.
+        start: a checkpoint to take the weights from; None for seeded ones.
         restore_exactly: the model is the one that was saved, with its adapter and packed weights.
-
-    Raises:
-        ConfigError: the target returns no model, or its model cannot be converted or does not fit
-            the checkpoint or train.freeze.
+        inputs: returns inputs of a batch, for lazy layers; None makes some in the shapes of
+            data.meta.
     """
-    # In float32 (or the precision's dtype with init.low_memory); the conversion rounds afterwards.
-    model = _construct(spec, precision, device)
-    for module in model.modules():
-        # torch leaves the copies trainable, and nothing computes a gradient of an average.
-        if isinstance(module, AveragedModel):
-            module.requires_grad_(False)
-    # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
-    packed = None
-    if start is not None and (
-        restore_exactly or (precision.layout and _fits_as_saved(spec, precision, start))
-    ):
-        packed = start
-    initial = None
-    # Plain weights enter before the conversion, which packs them.
-    if start is not None and packed is None:
-        initial = _load_plain_weights(spec, model, precision, start)
-    size = tensor_facts.float32_bytes(model)
-    # Layers that were left unconverted hold plain weights in the checkpoint; converted ones would
-    # pack them while they are loaded.
-    if packed is not None:
-        plan = replace(
-            plan,
-            bypassed={**plan.bypassed, **packed.content.get("bypassed", {})},
-            expert_layouts={**packed.content.get("experts", {}), **plan.expert_layouts},
-            finds_experts=False,  # the checkpoint names them
-        )
-    adapter = adapters.build_adapter(spec.adapter)
-    notes = _notes_on_parts(model, adapter, plan.expert_layouts)
-    if adapter is not None and packed is None:
-        adapter.read_plain_weights(model, plan.bypassed)
-    model, report = precision.convert(model, device, plan)
-    if adapter is not None:
-        adapter.split_experts(model, plan.expert_layouts, plan.finds_experts)
-        add = adapter.add if packed is None else adapter.add_for_checkpoint
-        add(model, precision.storage, plan.bypassed)
-    # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
-    if packed is not None:
-        initial = _load(spec, model, packed)
-    model = model.to(device)
-    # After the adapter, which decides by itself what trains, and before strategies and optimizers.
-    freeze_parameters(model, spec.train.freeze)
-    report = replace(report, kept=(*report.kept, *notes))
-    return BuiltModel(model, report, size, initial, plan)
+
+    spec: RunSpec
+    precision: Precision
+    start: LoadedCheckpoint | None = None
+    restore_exactly: bool = False
+    inputs: Callable[[], Any] | None = None
+
+    def build(self, device: torch.device, plan: ConversionPlan = ConversionPlan()) -> BuiltModel:
+        """Build the model with its seeded weights, converted and on its device.
+
+        All precisions start from the same weights, except with init.low_memory, which draws others.
+
+        Args:
+            device: where it ends up. Its parameters are made on the CPU; those of the meta device,
+                and with init.low_memory, where they end up.
+            plan: what forwards have found out about the model.
+
+        Raises:
+            ConfigError: the target returns no model, or its model cannot be converted or does not
+                fit the checkpoint or train.freeze.
+        """
+        spec, precision, start = self.spec, self.precision, self.start
+        # In float32, with init.low_memory in the precision's dtype; the conversion rounds later.
+        model = self._construct(device)
+        # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
+        packed = None
+        if start is not None and (
+            self.restore_exactly or (precision.layout and _fits_as_saved(spec, precision, start))
+        ):
+            packed = start
+        initial = None
+        # Plain weights enter before the conversion, which packs them.
+        if start is not None and packed is None:
+            initial = self._load_plain(model, start)
+        size = tensor_facts.float32_bytes(model)
+        # Layers that were left unconverted hold plain weights in the checkpoint; converted ones
+        # would pack them while they are loaded.
+        if packed is not None:
+            plan = replace(
+                plan,
+                bypassed={**plan.bypassed, **packed.content.get("bypassed", {})},
+                expert_layouts={**packed.content.get("experts", {}), **plan.expert_layouts},
+                finds_experts=False,  # the checkpoint names them
+            )
+        adapter = adapters.build_adapter(spec.adapter)
+        notes = _notes_on_parts(model, adapter, plan.expert_layouts)
+        if adapter is not None and packed is None:
+            adapter.read_plain_weights(model, plan.bypassed)
+        model, report = precision.convert(model, device, plan)
+        if adapter is not None:
+            adapter.split_experts(model, plan.expert_layouts, plan.finds_experts)
+            add = adapter.add if packed is None else adapter.add_for_checkpoint
+            add(model, precision.storage, plan.bypassed)
+        # Packed weights fit the converted layers only, and an adapter's only the adapted ones.
+        if packed is not None:
+            initial = self._load(model, packed)
+        model = model.to(device)
+        # After the adapter, which decides by itself what trains, and before strategies and
+        # optimizers.
+        freeze_parameters(model, spec.train.freeze)
+        report = replace(report, kept=(*report.kept, *notes))
+        return BuiltModel(model, report, size, initial, plan)
+
+    def build_on_meta(self, plan: ConversionPlan = ConversionPlan()) -> BuiltModel:
+        """Build and convert a model on the meta device; on the CPU if its code reads values.
+
+        Args:
+            plan: by which the model is converted.
+
+        Raises:
+            ConfigError: the model cannot be built, or does not fit the weights that it starts from.
+        """
+        try:
+            return self.build(META_DEVICE, plan)
+        except RunnerError:
+            raise
+        except (NotImplementedError, RuntimeError):
+            return self.build(_CPU, plan)
+
+    def build_sharded(
+        self, plan: ConversionPlan, strategy: Strategy, device: torch.device
+    ) -> BuiltModel:
+        """Build a model, shard it, and give every process the main process's values. Collective.
+
+        Args:
+            plan: by which the model is converted.
+            strategy: shards the model.
+            device: of this process, where its shards are.
+
+        Raises:
+            ConfigError: the model cannot be built, or does not fit the weights that it starts from.
+        """
+        from runner.training.strategies.fsdp import named_values, scatter_values
+
+        # What packs weights looks at their values.
+        makes_once = strategy.cpu_ram_efficient_loading and not self.precision.freezes
+        if strategy.rank.is_main or not makes_once:
+            built = self.build(_CPU, plan)
+        else:
+            built = self.build_on_meta(plan)
+            if _holds_other_meta_tensors(built.model):
+                built = self.build(_CPU, plan)
+        sends = makes_once and strategy.rank.world_size > 1
+        values = {}
+        if sends and strategy.rank.is_main:
+            values = {name: tensor.detach() for name, tensor in named_values(built.model)}
+        model = strategy.wrap(built.model, device)
+        if any(tensor.is_meta for _, tensor in named_values(model)):
+            model.to_empty(device=device)
+        model = model.to(device)
+        if sends:
+            scatter_values(model, values, device)
+        return built._replace(model=model)
+
+    def _construct(self, device: torch.device) -> nn.Module:
+        """Call the model's target, and give its lazy layers their shapes.
+
+        Raises:
+            ConfigError: the target returns no module.
+        """
+        # With init.low_memory no float32 copy is ever made: the parameters are drawn on the device,
+        # in the precision's dtype.
+        spec = self.spec
+        low_memory = spec.init.low_memory
+        made_on = device if low_memory or device.type == "meta" else _CPU
+        dtype = DefaultDtype(self.precision.storage) if low_memory else nullcontext()
+        # The CPU is torch's default; its context would cost each constructor of a tensor time.
+        place = nullcontext() if made_on == _CPU else made_on
+        with dtype, place:
+            with safe_loading(spec.model):
+                model = targets.build_group("model", spec.model)
+            if isinstance(model, nn.Module):
+                of_meta = partial(example_batch, spec, _EXAMPLES, made_on)
+                materialize_lazy_layers(model, made_on, self.inputs or (lambda: of_meta()[0]))
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise ConfigError(
+                f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module."
+            )
+        for module in model.modules():
+            # torch leaves the copies trainable, and nothing computes a gradient of an average.
+            if isinstance(module, AveragedModel):
+                module.requires_grad_(False)
+        return model
+
+    def _load_plain(self, model: nn.Module, saved: LoadedCheckpoint) -> InitialWeights | None:
+        """Load a checkpoint into a plain model; its adapter is merged into the weights."""
+        precision = self.precision
+        layout = saved.content.get("layout", "")
+        if layout and precision.layout:
+            trained = saved.content["precision"]
+            # A file of another program names no precision.
+            key = "checkpoint" if trained else "init.weights"
+            own = f"precision={trained} with the adapter that it was trained with, or "
+            raise ConfigError(
+                f"{key}={saved.path} holds weights packed as {layout}; precision={precision.name} "
+                "would round them a second time, or add to them otherwise. Type "
+                f"{own if trained else ''}a precision that packs nothing, for example "
+                "precision=bf16-mixed."
+            )
+        # The adapter's target comes from the file: it is judged before anything is imported by it.
+        config = checkpoint_config(saved, "checkpoint")
+        check_trusted(config, ["adapter"], self.spec.to_dict())
+        adapter = adapters.build_adapter(config.values.get("adapter") or {})
+        # A checkpoint's float64 would be rounded on its way through a float32 model.
+        if precision.storage is torch.float64:
+            cast_floats(model, torch.float64, casting.find_kept_tensors(model, torch.float64)[0])
+        if adapter is None:
+            return self._load(model, saved)
+        # The adapter freezes what it is added to, and this run trains the merged weights.
+        trains = {name: p.requires_grad for name, p in model.named_parameters()}
+        wide = torch.promote_types(precision.storage, torch.float32)
+        adapter.note_frozen_parts(model)
+        adapter.split_experts(model, saved.content.get("experts", {}))
+        adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
+        initial = self._load(model, saved)
+        # A run that starts from them saves the weights under their own names.
+        adapter.merge(model, exact=bool(saved.source))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trains[name])
+        return initial
+
+    def _load(self, model: nn.Module, saved: LoadedCheckpoint) -> InitialWeights | None:
+        """Load a checkpoint; of init.weights what init.skip does not leave out.
+
+        Raises:
+            ConfigError: the weights do not fit the model, or packed ones lack a part.
+        """
+        if not saved.source:
+            load_weights(model, saved, self.spec.model)
+            return None
+        try:
+            weights = _unpacked_weights(model, saved)
+        except ValueError as error:
+            raise ConfigError(
+                f"init.weights={saved.path} holds a broken weight: {error}."
+            ) from error
+        return load_selected(model, weights, self.spec, saved.source)
+
+
+def restoring_builder(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> ModelBuilder:
+    """Return the builder of a model with a checkpoint's weights, whatever precision they were
+    trained in.
+
+    Packed weights are loaded unchanged in their own precision, and as the numbers that they stand
+    for in one that packs none. An adapter stays one where weights are packed as in training, or
+    packed in neither: so the run's own precision computes what it computed then. Elsewhere it is
+    merged into the weights.
+    """
+    exact = keeps_adapter(spec, precision, saved)
+    return ModelBuilder(spec if exact else replace(spec, adapter={}), precision, saved, exact)
+
+
+def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
+    """Return whether a checkpoint has this run's adapter, and weights packed as this run packs them
+    (or neither packs any)."""
+    theirs = saved.content["spec"].get("adapter") or {}
+    # Without a target there is no adapter, whatever else the node holds.
+    has_adapter = bool(theirs.get("_target_") or spec.adapter.get("_target_"))
+    if has_adapter and dict(theirs) != dict(spec.adapter):
+        return False
+    return saved.content.get("layout", "") == precision.layout
+
+
+def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
+    """Return whether a checkpoint's adapter can be loaded unchanged and need not be merged."""
+    return bool(spec.adapter.get("_target_")) and _fits_as_saved(spec, precision, saved)
 
 
 def _notes_on_parts(
@@ -196,130 +359,12 @@ def _notes_on_parts(
     return notes
 
 
-def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
-    """Return whether a checkpoint has this run's adapter, and weights packed as this run packs them
-    (or neither packs any)."""
-    theirs = saved.content["spec"].get("adapter") or {}
-    # Without a target there is no adapter, whatever else the node holds.
-    has_adapter = bool(theirs.get("_target_") or spec.adapter.get("_target_"))
-    if has_adapter and dict(theirs) != dict(spec.adapter):
-        return False
-    return saved.content.get("layout", "") == precision.layout
-
-
-def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
-    """Return whether a checkpoint's adapter can be loaded unchanged and need not be merged."""
-    return bool(spec.adapter.get("_target_")) and _fits_as_saved(spec, precision, saved)
-
-
-def restore_model(
-    spec: RunSpec,
-    precision: Precision,
-    saved: LoadedCheckpoint,
-    device: torch.device,
-    plan: ConversionPlan = ConversionPlan(),
-) -> BuiltModel:
-    """Build the model with a checkpoint's weights, whatever precision they were trained in.
-
-    Packed weights are loaded unchanged in their own precision, and as the numbers that they stand
-    for in one that packs none.
-
-    Raises:
-        ConfigError: the weights do not fit, or are packed in another way than this precision's.
-    """
-    # An adapter stays one where weights are packed as in training, or packed in neither: so the
-    # run's own precision computes what it computed then. Elsewhere it is merged into the weights.
-    exact = keeps_adapter(spec, precision, saved)
-    if not exact:
-        spec = replace(spec, adapter={})
-    return build_model(spec, precision, device, plan, start=saved, restore_exactly=exact)
-
-
 def restore_precision_state(
     model: nn.Module, precision: Precision, saved: LoadedCheckpoint
 ) -> None:
     """Give a precision the state that a checkpoint holds of it, such as histories of amax."""
     if saved.content["precision"] == precision.name:
         precision.load_state_dict(model, saved.content.get("precision_state", {}))
-
-
-def _load_plain_weights(
-    spec: RunSpec, model: nn.Module, precision: Precision, saved: LoadedCheckpoint
-) -> InitialWeights | None:
-    """Load a checkpoint into a plain model; its adapter is merged into the weights."""
-    layout = saved.content.get("layout", "")
-    if layout and precision.layout:
-        trained = saved.content["precision"]
-        # A file of another program names no precision.
-        key = "checkpoint" if trained else "init.weights"
-        own = f"precision={trained} with the adapter that it was trained with, or "
-        raise ConfigError(
-            f"{key}={saved.path} holds weights packed as {layout}; precision={precision.name} "
-            "would round them a second time, or add to them otherwise. Type "
-            f"{own if trained else ''}a precision that packs nothing, for example "
-            "precision=bf16-mixed."
-        )
-    # The adapter's target comes from the file: it is judged before anything is imported by it.
-    config = checkpoint_config(saved, "checkpoint")
-    check_trusted(config, ["adapter"], spec.to_dict())
-    adapter = adapters.build_adapter(config.values.get("adapter") or {})
-    # A checkpoint's float64 would be rounded on its way through a float32 model.
-    if precision.storage is torch.float64:
-        cast_floats(model, torch.float64, casting.find_kept_tensors(model, torch.float64)[0])
-    if adapter is None:
-        return _load(spec, model, saved)
-    # The adapter freezes what it is added to, and this run trains the merged weights.
-    trains = {name: p.requires_grad for name, p in model.named_parameters()}
-    wide = torch.promote_types(precision.storage, torch.float32)
-    adapter.note_frozen_parts(model)
-    adapter.split_experts(model, saved.content.get("experts", {}))
-    adapter.add_for_checkpoint(model, wide, saved.content.get("bypassed", {}))
-    initial = _load(spec, model, saved)
-    # A run that starts from them saves the weights under their own names.
-    adapter.merge(model, exact=bool(saved.source))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trains[name])
-    return initial
-
-
-def _load(spec: RunSpec, model: nn.Module, saved: LoadedCheckpoint) -> InitialWeights | None:
-    """Load a checkpoint; of init.weights what init.skip does not leave out.
-
-    Raises:
-        ConfigError: the weights do not fit the model, or packed ones lack a part.
-    """
-    if not saved.source:
-        load_weights(model, saved, spec.model)
-        return None
-    try:
-        weights = _unpacked_weights(model, saved)
-    except ValueError as error:
-        raise ConfigError(f"init.weights={saved.path} holds a broken weight: {error}.") from error
-    return load_selected(model, weights, spec, saved.source)
-
-
-def _construct(spec: RunSpec, precision: Precision, device: torch.device) -> nn.Module:
-    """Call the model's target, and give its lazy layers their shapes.
-
-    Raises:
-        ConfigError: the target returns no module.
-    """
-    # With init.low_memory no float32 copy is ever made: the parameters are drawn on the device, in
-    # the precision's dtype.
-    low_memory = spec.init.low_memory
-    made_on = device if low_memory or device.type == "meta" else _CPU
-    dtype = DefaultDtype(precision.storage) if low_memory else nullcontext()
-    # The CPU is torch's default; its context would cost each constructor of a tensor time.
-    place = nullcontext() if made_on == _CPU else made_on
-    with dtype, place:
-        with safe_loading(spec.model):
-            model = targets.build_group("model", spec.model)
-        if isinstance(model, nn.Module):
-            materialize_lazy_layers(spec, model, made_on)
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ConfigError(f"model: {spec.model['_target_']} made a {kind}, not a torch.nn.Module.")
-    return model
 
 
 def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, Any] = {}) -> None:
@@ -389,38 +434,49 @@ def _model_remedy(saved: LoadedCheckpoint, node: Node) -> str:
     )
 
 
-def materialize_lazy_layers(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
+def materialize_lazy_layers(
+    model: nn.Module, device: torch.device, inputs: Callable[[], Any]
+) -> None:
     """Make the parameters of a model's lazy layers by one forward in evaluation mode.
 
     A model without such layers is not changed, and computes nothing.
 
     Args:
-        spec: gives the inputs: its data's first examples, in mode=plan random numbers in the shapes
-            of data.meta.
         model: not converted yet; changed in place.
         device: where its parameters are.
+        inputs: returns inputs of a batch.
 
     Raises:
-        ConfigError: no example can be had, the forward fails or does not reach every lazy layer.
+        ConfigError: the forward fails or does not reach every lazy layer.
+        ForecastUnavailable: data.meta, from which the inputs are to be made, gives no shapes.
         NotImplementedError: the forward fails on the meta device.
     """
     names = _lazy_layers(model)
     if not names:
         return
-    inputs = _example(spec, device, names)
+    # The batch may draw random numbers, and the weights of the layers are drawn after it: without
+    # the fork the weights would depend on what the data draws.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs())
+        except ForecastUnavailable as error:
+            raise ForecastUnavailable(
+                f"model: the lazy layers {names} take their sizes from an example: {error} Type "
+                "data.meta.input and data.meta.classes, or give these layers their sizes."
+            ) from error
     dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
-    inputs = cast_nest(inputs, dtypes[0] if dtypes else torch.get_default_dtype())
+    batch = cast_nest(batch, dtypes[0] if dtypes else torch.get_default_dtype())
     modes = {module: module.training for module in model.modules()}
     model.eval()  # in which norms keep their statistics
     try:
         with torch.no_grad():
-            model_call.call_model(model, inputs)
+            model_call.call_model(model, batch)
     except RunnerError:
         raise
     except Exception as error:
         if device.type == "meta":
             raise NotImplementedError("lazy layers of this model need real numbers") from error
-        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+        shape = list(getattr(batch, "shape", [])) or type(batch).__name__
         raise ConfigError(
             f"model: the lazy layers {_lazy_layers(model)} take their sizes from a first forward, "
             f"which fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
@@ -447,27 +503,6 @@ def _lazy_layers(model: nn.Module) -> str:
         if any(map(is_lazy, tensors)):
             lazy.append(name or "(the model itself)")
     return fmt.first_names(lazy, 3)
-
-
-def _example(spec: RunSpec, device: torch.device, names: str) -> Any:
-    """Return inputs of a few examples, on the device."""
-    # The data may draw random numbers, and the weights of the layers are drawn after it: without
-    # the fork the weights would depend on what the data draws.
-    with torch.random.fork_rng(devices=[]):
-        if not Mode.named(spec.mode).needs_data:
-            try:
-                return example_batch(spec, _EXAMPLES, device)[0]
-            except ForecastUnavailable as error:
-                raise ConfigError(
-                    f"model: the lazy layers {names} take their sizes from an example: {error} "
-                    "Type data.meta.input and data.meta.classes, or give these layers their sizes."
-                ) from error
-        # No workers for two examples, and no data set moved to the device.
-        few = replace(spec.train, batch_size=_EXAMPLES, num_workers=0, data_on_device=False)
-        data = build_data(spec).train_and_val()
-        loader = build_run_loaders(replace(spec, train=few), data, _CPU).train
-        inputs, _ = next(loader.epoch(0))
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
 def starts_random(node: Node) -> bool:
@@ -526,24 +561,6 @@ def safe_loading(node: Node) -> Iterator[None]:
         ) from error
 
 
-def build_on_meta(build: ModelBuilder, plan: ConversionPlan = ConversionPlan()) -> BuiltModel:
-    """Build and convert a model on the meta device; on the CPU if its code reads values.
-
-    Args:
-        build: see ModelBuilder.
-        plan: by which the model is converted.
-
-    Raises:
-        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
-    """
-    try:
-        return build(META_DEVICE, plan)
-    except RunnerError:
-        raise
-    except (NotImplementedError, RuntimeError):
-        return build(_CPU, plan)
-
-
 def _holds_other_meta_tensors(model: nn.Module) -> bool:
     """Return whether a module has a meta tensor that is neither a parameter nor a buffer.
 
@@ -555,45 +572,3 @@ def _holds_other_meta_tensors(model: nn.Module) -> bool:
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(attributes)):
             return True
     return False
-
-
-def build_sharded_model(
-    build: ModelBuilder,
-    plan: ConversionPlan,
-    precision: Precision,
-    strategy: Strategy,
-    device: torch.device,
-) -> BuiltModel:
-    """Build a model, shard it, and give every process the main process's values. Collective.
-
-    Args:
-        build: builds and converts the whole model.
-        plan: by which the model is converted.
-        precision: of the run.
-        strategy: shards the model.
-        device: of this process, where its shards are.
-
-    Raises:
-        ConfigError: the model cannot be built, or does not fit the weights that it starts from.
-    """
-    from runner.training.strategies.fsdp import named_values, scatter_values
-
-    # What packs weights looks at their values.
-    makes_once = strategy.cpu_ram_efficient_loading and not precision.freezes
-    if strategy.rank.is_main or not makes_once:
-        built = build(_CPU, plan)
-    else:
-        built = build_on_meta(build, plan)
-        if _holds_other_meta_tensors(built.model):
-            built = build(_CPU, plan)
-    sends = makes_once and strategy.rank.world_size > 1
-    values = {}
-    if sends and strategy.rank.is_main:
-        values = {name: tensor.detach() for name, tensor in named_values(built.model)}
-    model = strategy.wrap(built.model, device)
-    if any(tensor.is_meta for _, tensor in named_values(model)):
-        model.to_empty(device=device)
-    model = model.to(device)
-    if sends:
-        scatter_values(model, values, device)
-    return built._replace(model=model)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from runner.core.config.schema import RunSpec
 from runner.precision import registry
-from runner.training.model import build_model
+from runner.training.model import ModelBuilder
 
 CPU = torch.device("cpu")
 ADDITIONS = ("lora_A.default.weight", "lora_B.default.weight")
@@ -53,7 +53,7 @@ def built(name, node, seed=0):
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.1},
     )
     precision = registry.load_precision(name)
-    return build_model(spec, precision, CPU).model, precision, spec
+    return ModelBuilder(spec, precision).build(CPU).model, precision, spec
 
 
 def outputs(model, precision, seed=2):

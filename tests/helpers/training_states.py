@@ -11,7 +11,7 @@ from runner.core.loop.step import train_step
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.core.run.run_context import TrainingSetup
 from runner.training import state_dict
-from runner.training.model import build_model
+from runner.training.model import ModelBuilder
 from runner.training.setup import build_state
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification
@@ -25,7 +25,11 @@ def begin(spec, start=None, steps=20):
     """Return the state of a run before its first step, as a run builds it."""
     torch.manual_seed(0)
     precision = build_group("precision", spec.precision)
-    model = build_model(spec, precision, CPU, start=start, restore_exactly=start is not None).model
+    model = (
+        ModelBuilder(spec, precision, start=start, restore_exactly=start is not None)
+        .build(CPU)
+        .model
+    )
     return build_state(TrainingSetup(spec, precision, Classification(), CPU), model, steps)
 
 

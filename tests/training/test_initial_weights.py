@@ -15,7 +15,7 @@ from runner.core.record import checkpoint_file
 from runner.modes.execution import read_initial_weights
 from runner.precision import registry
 from runner.training.initial_weights import shortest_patterns
-from runner.training.model import build_model
+from runner.training.model import ModelBuilder
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ def start(where, precision="32-true", target="Net", **init):
     spec = RunSpec(model=node, init=InitSpec(weights=str(where), **init))
     torch.manual_seed(5)
     policy = registry.load_precision(precision)
-    return build_model(spec, policy, CPU, start=read_initial_weights(spec))
+    return ModelBuilder(spec, policy, start=read_initial_weights(spec)).build(CPU)
 
 
 def weights(target=Net, seed=1, **keywords):

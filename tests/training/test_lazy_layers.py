@@ -8,11 +8,13 @@ from precision_models import CPU, load_precision
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.core.base.errors import ConfigError
+from runner.core import RunnerError
 from runner.core.config.schema import InitSpec, RunSpec
+from runner.data.build import build_data, build_run_loaders
+from runner.data.loader import restored_random_state
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.precision import registry
-from runner.training.model import build_model, build_on_meta
+from runner.training.model import ModelBuilder
 
 META = {"input": [3, 8, 8], "classes": 10}
 NUMBERS = 3 * 4 * 9 + 4 + 2 * 4 + 4 * 36 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
@@ -87,7 +89,13 @@ def make_spec(model="Lazy", data="images", meta=META, **changes):
 
 def make(name, spec=None):
     torch.manual_seed(0)
-    return build_model(spec or make_spec(), load_precision(name), CPU)
+    spec = spec or make_spec()
+    inputs = None if spec.mode == "plan" else restored_random_state()(partial(first_inputs, spec))
+    return ModelBuilder(spec, load_precision(name), inputs=inputs).build(CPU)
+
+
+def first_inputs(spec):
+    return next(build_run_loaders(spec, build_data(spec), CPU).val.epoch(0))[0]
 
 
 PACKED = [name for name in registry.precision_names() if registry.load_precision(name).freezes]
@@ -134,7 +142,7 @@ def test_inputs_of_any_shape_come_from_the_data():
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "bnb-nf4"])
 def test_a_plan_knows_the_shapes_and_the_peak(name):
     spec, precision = make_spec(mode="plan"), registry.load_precision(name)
-    built = build_on_meta(partial(build_model, spec, precision))
+    built = ModelBuilder(spec, precision).build_on_meta()
     assert built.plain_bytes == make("32-true").plain_bytes
     assert peak_forecast(spec, precision, CPU)(4).total > built.plain_bytes / 8
 
@@ -164,10 +172,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_materialized_is_one_message(case):
     changes, message = REFUSED[case]
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(RunnerError, match=message) as error:
         make("32-true", make_spec(**changes))
     assert error.value.exit_status == 2
     if changes.get("mode") == "plan":
         float32 = registry.load_precision("32-true")
-        with pytest.raises(ConfigError, match=message):
-            build_on_meta(partial(build_model, make_spec(**changes), float32))
+        with pytest.raises(RunnerError, match=message):
+            ModelBuilder(make_spec(**changes), float32).build_on_meta()

@@ -16,7 +16,7 @@ from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.precision import registry
 from runner.training.adapters import Lora
-from runner.training.model import build_model, restore_model, restore_precision_state
+from runner.training.model import ModelBuilder, restore_precision_state, restoring_builder
 from runner.training.setup import build_scheduled_optimizers
 from runner.training.state_dict import checkpoint_state_dict
 from runner.training.tasks.classification import Classification
@@ -59,7 +59,7 @@ def make_spec(node=None, target="Net", **keywords):
 def build(name, spec, seed=0, **changes):
     torch.manual_seed(seed)
     precision = registry.load_precision(name, **changes)
-    return build_model(spec, precision, CPU), precision
+    return ModelBuilder(spec, precision).build(CPU), precision
 
 
 def train_and_save(folder, name, spec, **changes):
@@ -84,7 +84,7 @@ def edit_weights(saved, edit):
 def restore(name, spec, saved, **changes):
     torch.manual_seed(99)  # the weights must come from the checkpoint
     precision = registry.load_precision(name, **changes)
-    built = restore_model(spec, precision, saved, CPU)
+    built = restoring_builder(spec, precision, saved).build(CPU)
     built.model.eval()
     return built, precision
 
@@ -200,7 +200,7 @@ def test_a_precision_takes_back_its_own_state_only(tmp_path, monkeypatch, name, 
     monkeypatch.setattr(
         type(precision), "load_state_dict", lambda self, model, state: taken.append(state)
     )
-    built = restore_model(make_spec(), precision, saved, CPU)
+    built = restoring_builder(make_spec(), precision, saved).build(CPU)
     restore_precision_state(built.model, precision, saved)
     assert taken == ([{"seen": 7}] if takes else [])
 
@@ -289,7 +289,7 @@ def test_a_trained_model_is_tuned_from_its_packed_weights(tmp_path):
     _, _, saved = train_and_save(tmp_path, "32-true", make_spec())
     torch.manual_seed(5)
     precision = registry.load_precision("bnb-nf4")
-    tuned = build_model(make_spec(LORA), precision, CPU, start=saved).model.eval()
+    tuned = ModelBuilder(make_spec(LORA), precision, start=saved).build(CPU).model.eval()
     packed, _ = restore("bnb-nf4", make_spec(), saved)
     assert torch.equal(outputs(tuned, precision), outputs(packed.model, precision))
     assert {n for n, p in tuned.named_parameters() if p.requires_grad} == {
@@ -301,7 +301,7 @@ def test_what_the_models_author_froze_is_frozen_after_a_merge(tmp_path):
     spec = make_spec(LORA, target="PartlyFrozen")
     _, _, saved = train_and_save(tmp_path, "32-true", spec)
     float32 = registry.load_precision("32-true")
-    built = build_model(replace(spec, adapter={}), float32, CPU, start=saved)
+    built = ModelBuilder(replace(spec, adapter={}), float32, start=saved).build(CPU)
     trains = {name for name, p in built.model.named_parameters() if p.requires_grad}
     assert trains == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
 
@@ -351,7 +351,9 @@ def test_a_packed_checkpoint_needs_its_own_adapter(tmp_path):
 @pytest.mark.parametrize("adapter", [{}, LORA])
 def test_a_packed_run_resumes_from_its_own_weights(tmp_path, adapter):
     model, _, saved = train_and_save(tmp_path, "bnb-nf4", make_spec(adapter))
-    built = build_model(make_spec(adapter), registry.load_precision("bnb-nf4"), CPU, start=saved)
+    built = ModelBuilder(make_spec(adapter), registry.load_precision("bnb-nf4"), start=saved).build(
+        CPU
+    )
     before, after = model.state_dict(), built.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -359,5 +361,5 @@ def test_a_packed_run_resumes_from_its_own_weights(tmp_path, adapter):
 
 def test_float64_weights_start_another_run_as_they_are(tmp_path):
     model, _, saved = train_and_save(tmp_path, "64-true", make_spec())
-    built = build_model(make_spec(), registry.load_precision("64-true"), CPU, start=saved)
+    built = ModelBuilder(make_spec(), registry.load_precision("64-true"), start=saved).build(CPU)
     assert_same(built.model.state_dict(), model.state_dict())

@@ -12,7 +12,7 @@ from runner.core.config.schema import RunSpec
 from runner.core.config.targets import build_group
 from runner.precision import registry
 from runner.training import setup
-from runner.training.model import build_model
+from runner.training.model import ModelBuilder
 from runner.training.schedules import build_scheduler
 from runner.training.setup import (
     build_optimizer,
@@ -84,7 +84,7 @@ def spec(**parts):
 def build_optimizers(name="32-true", steps=10, **parts):
     chosen = spec(**parts)
     precision = registry.load_precision(name)
-    model = build_model(chosen, precision, CPU).model
+    model = ModelBuilder(chosen, precision).build(CPU).model
     return build_scheduled_optimizers(chosen, model, precision, steps)
 
 
@@ -94,7 +94,7 @@ def build_optimizers(name="32-true", steps=10, **parts):
 def test_a_model_is_made_in_float32_and_cast():
     for name in ("64-true", "bf16-true", "16-mixed"):
         precision = registry.load_precision(name)
-        model = build_model(spec(), precision, CPU).model
+        model = ModelBuilder(spec(), precision).build(CPU).model
         assert Net.made_as is torch.float32
         assert model.body.weight.dtype is precision.storage
 
@@ -103,7 +103,7 @@ def test_a_model_is_made_in_float32_and_cast():
 def test_low_memory_makes_it_in_the_dtype_and_on_the_device(name):
     low = replace(spec().init, low_memory=True)
     precision = registry.load_precision(name)
-    model = build_model(spec(init=low), precision, META).model
+    model = ModelBuilder(spec(init=low), precision).build(META).model
     assert (Net.made_as, Net.made_on.type) == (precision.storage, "meta")
     assert {p.dtype for p in model.parameters()} == {precision.storage}
     assert torch.get_default_dtype() is torch.float32
@@ -113,11 +113,13 @@ def test_a_refusal_of_a_target_names_its_group():
     with pytest.raises(ConfigError, match=r"optimizer: torch\.optim\.AdamW refuses.*learning rate"):
         build_optimizers(optimizer={**ADAMW, "lr": -1.0})
     with pytest.raises(ConfigError, match=r"model: .*\.Net refuses its arguments: width=0 is"):
-        build_model(spec(model=here("Net", width=0)), registry.load_precision("32-true"), CPU)
+        ModelBuilder(spec(model=here("Net", width=0)), registry.load_precision("32-true")).build(
+            CPU
+        )
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depth'"):
         build_group("model", here("Net", depth=3))
     with pytest.raises(ConfigError, match=r"text made a str, not a torch\.nn\.Module"):
-        build_model(spec(model=here("text")), registry.load_precision("32-true"), CPU)
+        ModelBuilder(spec(model=here("text")), registry.load_precision("32-true")).build(CPU)
 
 
 # Optimizers
@@ -180,7 +182,7 @@ def test_a_model_without_trainable_parameters_is_refused():
 
 def test_frozen_parameters_are_left_out():
     chosen, precision = spec(), registry.load_precision("32-true")
-    model = build_model(chosen, precision, CPU).model
+    model = ModelBuilder(chosen, precision).build(CPU).model
     model.words.requires_grad_(False)
     (d,) = build_scheduled_optimizers(chosen, model, precision, 10)
     assert [id(p) for p in d.params] == [id(p) for p in model.parameters()][1:]
@@ -238,7 +240,7 @@ def test_muon_and_the_rest_cover_every_parameter_once(compose, model):
     data = "synthetic_tokens" if model == "gpt" else "digits"
     composed = compose(f"model={model}", "optimizer=muon", f"data={data}")
     precision = registry.load_precision("32-true")
-    made = build_model(composed, precision, META).model
+    made = ModelBuilder(composed, precision).build(META).model
     named = {n: p for n, p in made.named_parameters() if p.requires_grad}
     split_up = parameters_by_optimizer(composed.optimizer, made, named)
     taken = [id(p) for _, _, params in split_up for p in params.values()]

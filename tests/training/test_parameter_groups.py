@@ -16,7 +16,7 @@ from runner.core.config.targets import check_targets
 from runner.precision.layers.experts import convert_experts
 from runner.precision.registry import load_precision
 from runner.training import state_dict
-from runner.training.model import restore_model
+from runner.training.model import restoring_builder
 from runner.training.parameter_groups import (
     describe_groups,
     divide_parameters,
@@ -330,5 +330,5 @@ def test_an_evaluation_of_a_frozen_models_checkpoint_needs_no_pattern(compose):
     spec = compose(*MLP, "train.freeze=[layers]")
     state = train(begin(spec))
     plain = compose(*MLP)
-    found = restore_model(plain, state.precision, save(state, spec), CPU).model
+    found = restoring_builder(plain, state.precision, save(state, spec)).build(CPU).model
     assert torch.equal(found.head.weight, state.model.head.weight)

@@ -23,7 +23,7 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.precision.layers.experts import Experts
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.model import build_model
+from runner.training.model import ModelBuilder
 from runner.training.setup import build_state
 
 MIB = 2**20
@@ -142,7 +142,7 @@ def test_steps_of_few_examples_extrapolate_to_many(of, monkeypatch, size):
 def test_a_failed_step_is_forecast_from_the_runs_own_batch_and_state(of, monkeypatch, fake):
     spec, precision = of(f"{TEXT} train.batch_size=16")
     exact = predict_peak(*of(f"{TEXT} train.batch_size=8 train.accumulate=2"))
-    model = build_model(spec, precision, CPU).model
+    model = ModelBuilder(spec, precision).build(CPU).model
     setup = TrainingSetup(spec, precision, build_group("task", spec.task), CPU)
     state = build_state(setup, model, total_steps=1)
     if not fake:
@@ -209,7 +209,7 @@ def test_experts_of_a_module_of_ones_own_are_known(of):
     spec, precision = of(f"{mixture} precision=bnb-nf4 adapter=lora adapter.modules=[head]")
     plan = find_experts(spec, precision, CPU)
     assert plan.expert_layouts == {"body.3.first": True, "body.3.second": False}
-    model = build_model(spec, precision, CPU, plan).model
+    model = ModelBuilder(spec, precision).build(CPU, plan).model
     assert isinstance(model.body[3], Experts)
 
     def batches(size):

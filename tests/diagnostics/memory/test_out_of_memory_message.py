@@ -90,6 +90,6 @@ def test_an_evaluation(failing):
 
 
 def test_a_model_that_cannot_be_built(failing):
-    done = failing("runner.modes.execution.build_model")
+    done = failing("runner.modes.execution.ModelBuilder.build")
     assert "Out of memory before the first step on " in done.stderr
     assert "precision=bf16-true init.low_memory=true, or optimizer=adamw8bit." in done.stderr

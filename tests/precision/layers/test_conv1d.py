@@ -16,7 +16,7 @@ from runner.core.loop.train_state import TrainState
 from runner.core.record import checkpoint_file
 from runner.core.record.checkpoint_file import LoadedCheckpoint
 from runner.training.adapters import Lora
-from runner.training.model import build_model, restore_model
+from runner.training.model import ModelBuilder, restoring_builder
 from runner.training.setup import build_scheduled_optimizers
 from runner.training.state_dict import checkpoint_state_dict, restore, state_dict
 from runner.training.tasks.language import Language
@@ -160,7 +160,7 @@ def build_state(name, spec, saved=None):
     """Return the state of a new or a resumed training, and the report of its conversion."""
     torch.manual_seed(0 if saved is None else 99)
     precision = load_precision(name)
-    built = build_model(spec, precision, CPU, start=saved, restore_exactly=saved is not None)
+    built = ModelBuilder(spec, precision, start=saved, restore_exactly=saved is not None).build(CPU)
     optimizers = build_scheduled_optimizers(spec, built.model, precision, steps=9)
     scale = precision.scale(CPU)
     return TrainState(built.model, precision, Language(), scale, optimizers, CPU), built.report
@@ -262,7 +262,7 @@ def test_a_trained_gpt2_resumes_bit_by_bit_and_evaluates_in_other_precisions(nam
     for precision in map(load_precision, ("32-true", "float8-rowwise", "bnb-nf4")):
         if precision.layout and name in PACKED and precision.name != name:
             continue  # packed weights are not packed a second time
-        model = restore_model(spec, precision, saved, CPU).model
+        model = restoring_builder(spec, precision, saved).build(CPU).model
         assert evaluated_loss(model, precision) == pytest.approx(own, rel=0.02)
 
 
@@ -285,7 +285,7 @@ def test_lora_of_gpt2_trains_its_additions_and_evaluates_with_them(name, tie, tm
     assert all("lora_" in key for key in trainable)
     assert loss_of(state, *batch(0)).item() < losses[0]
     for precision in map(load_precision, ("32-true", "bf16-mixed")):
-        model = restore_model(spec, precision, saved, CPU).model
+        model = restoring_builder(spec, precision, saved).build(CPU).model
         additions = [key for key in model.state_dict() if "lora_" in key]
         # Beside weights that were packed they are merged.
         assert len(additions) == (0 if name.startswith("bnb-") else 2 * layers)

@@ -24,7 +24,7 @@ from runner.precision.layers.experts import convert_experts
 from runner.precision.mixed import MixedPrecision
 from runner.precision.true import TruePrecision
 from runner.training.formats.export import ExportError, export
-from runner.training.model import build_model
+from runner.training.model import ModelBuilder
 
 IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(5 * 16).view(5, 16) % 256
@@ -48,7 +48,7 @@ def built(compose, *overrides):
     spec = compose("accelerator=cpu", *overrides)
     precision = build_group("precision", spec.precision)
     torch.manual_seed(0)
-    model = build_model(spec, precision, CPU).model
+    model = ModelBuilder(spec, precision).build(CPU).model
     with torch.no_grad():
         for parameter in model.parameters():  # a head that starts at zero would hide all else
             if not parameter.any():
