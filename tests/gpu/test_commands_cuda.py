@@ -1,4 +1,4 @@
-"""Whole commands on a GPU in every precision: train, checkpoint, resume, evaluate."""
+"""Whole commands on a GPU: train, checkpoint, resume, evaluate in every precision, and diff."""
 
 import pytest
 import torch
@@ -42,3 +42,10 @@ def test_a_run_trains_resumes_and_is_evaluated(name, main, tmp_path):
         result = read_json(tmp_path / folder / "result.json")
         losses.append(result["metrics"]["val/loss"])
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize(("own", "other"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_executions_on_two_devices_are_compared(own, other, main, tmp_path):
+    typed = [*SMALL, f"accelerator={own}", f"against={other}", "model=mixture"]
+    main("mode=diff", *typed, "precision=bf16-mixed", "hydra.run.dir=compared").check_ok()
+    assert read_json(tmp_path / "compared" / "diff.json")["parts"] is False

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 MIXED = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_"}
 """Operations that take operands on two devices."""
-TENSOR, MAKE_SUBCLASS, AUTOCAST = torch.tensor, Tensor._make_subclass, torch.autocast
+TENSOR, TO, MAKE_SUBCLASS = torch.tensor, Tensor.to, Tensor._make_subclass
+AUTOCAST = torch.autocast
 AUTOCAST_ENABLED, AUTOCAST_DTYPE = torch.is_autocast_enabled, torch.get_autocast_dtype
 
 
@@ -76,6 +77,9 @@ class CudaTensor(Tensor):
 
     def tolist(self):
         return self.held.tolist()
+
+    def data_ptr(self):
+        return self.held.data_ptr()
 
     def record_stream(self, stream):
         pass
@@ -143,6 +147,25 @@ class Stream:
         return False
 
 
+class Generator(torch.Generator):
+    """A generator of the CPU, on whatever device it was asked for."""
+
+    def __new__(cls, device=None):
+        return super().__new__(cls)
+
+
+def _to(self, *args, **keywords):
+    """Take the device of another tensor from Python; C++ sees that of its values."""
+    if args and isinstance(args[0], CudaTensor):
+        args = (CUDA, args[0].dtype, *args[1:])
+    return TO(self, *args, **keywords)
+
+
+def _one_hot(numbers, count):
+    """Compare the numbers with a range on their device; C++ makes it on that of their values."""
+    return (numbers.unsqueeze(-1) == torch.arange(count, device=numbers.device)).long()
+
+
 def _tensor(values, device=None, **keywords):
     made = TENSOR(values, **keywords)
     return made if device is None else made.to(device)
@@ -205,12 +228,15 @@ def imitation(capability):
             "synchronize": lambda *_: None,
         },
         torch.accelerator: {"current_stream": Stream},
+        torch.nn.functional: {"one_hot": _one_hot},
         Tensor: {
             "_make_subclass": staticmethod(_make_subclass),
             "cuda": lambda self, *_, **__: self.to(CUDA),
             "pin_memory": lambda self, *_: self,
+            "to": _to,
         },
         torch: {
+            "Generator": Generator,
             "tensor": _tensor,
             "autocast": _on_cpu(AUTOCAST),
             "is_autocast_enabled": _on_cpu(AUTOCAST_ENABLED),

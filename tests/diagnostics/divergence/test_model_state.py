@@ -75,6 +75,40 @@ def test_another_momentum_of_running_statistics_is_named(precision):
     assert not found.is_exact
 
 
+class Observed(nn.Module):
+    """Keeps the mean of its input in a buffer that holds nothing before the first forward."""
+
+    factor = 1.0
+
+    def __init__(self, registers):
+        super().__init__()
+        self.registers = registers
+        if not registers:
+            self.register_buffer("mean", None)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        mean = self.factor * x.detach().mean(0)
+        if self.registers:
+            self.register_buffer("mean", mean)
+        else:
+            self.mean = mean
+        return self.head(x)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize(("factor", "module"), [(1.0, None), (1.5, "(model)")])
+def test_a_buffer_that_the_forward_makes_is_compared(precision, registers, factor, module):
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 8), torch.randint(10, (8,)))
+    made = (Observed(registers), batch, Classification())
+    found = compare(made, precision, lambda model: setattr(model, "factor", factor))
+    first = first_divergence(found.rows)
+    assert (first and first.row.module) == module
+    assert first is None or first.added.tensor == "mean"
+
+
 @PRECISIONS
 def test_other_weights_are_said_to_be_no_bug_of_the_code(precision):
     found = compare_nets(precision, lambda model: model.conv.reset_parameters())

@@ -121,6 +121,13 @@ def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
     assert reason_sentence(verdicts["32-true"]).startswith("val/f1 1, seeds differ by")
 
 
+def test_a_precision_on_two_devices_is_judged_on_each() -> None:
+    other = changed(trials("bf16-mixed", 0.5), device="another CPU")
+    verdicts = asked(BASE, trials("bf16-mixed", 0.001, 150.0), other).verdicts
+    found = [(verdict.group.device, verdict.rating) for verdict in verdicts]
+    assert found == [(CPU, "recommended"), (CPU, "baseline"), ("another CPU", "worse")]
+
+
 def test_float32_is_recommended_if_nothing_is_faster() -> None:
     found = asked(BASE, trials("bf16-mixed", 0.001, 101.0), trials("16-mixed", 0.0, 50.0))
     assert found.recommendation is not None

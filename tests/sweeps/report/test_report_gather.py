@@ -178,6 +178,25 @@ def test_a_damaged_history_of_a_store_is_read_from_its_points(stored, monkeypatc
     assert [len(job.curves.get("train/loss", [()])[0]) for job in jobs] == [0, 5, 5, 1]
 
 
+@pytest.mark.parametrize("damaged", [b"", b'{"results": [', b'{"results": 1}'])
+def test_a_damaged_list_leaves_its_jobs_to_their_runs(stored, monkeypatch, damaged):
+    """The tolerance is still that of the list which another process stored before."""
+    whole = asdict(load.JobFacts(tolerance={"deviations": 2.0}, results=[asdict(DONE)]))
+    lists = {"jobs/jobs-1.json": json.dumps(whole).encode(), "jobs/jobs-2.json": damaged}
+    fetch = Reader.artifact_or_notice
+
+    def artifact(reader, run_id, path):
+        return lists[path] if path in lists else fetch(reader, run_id, path)
+
+    monkeypatch.setattr(Reader, "artifacts", lambda *_: [*lists])
+    monkeypatch.setattr(Reader, "artifact_or_notice", artifact)
+    reader = Reader(stored[0])
+    data = load_from_store(reader, reader.run(stored[1]))
+    assert data.tolerance.deviations == 2.0
+    labels = [job.result.label for job in data.jobs]
+    assert labels == [DONE.label, "whole", "16-mixed seed=6", "32-true seed=1"]
+
+
 def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
     uri, parent = stored
     reader = Reader(uri)

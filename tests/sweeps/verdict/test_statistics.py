@@ -227,6 +227,14 @@ def test_the_most_doubtful_of_several_that_passes_decides_for_the_better_ones() 
     assert verdicts(0.2, 0.04, 0.03) == [False] * 3
 
 
+def test_of_equal_p_values_the_first_precision_has_the_first_place() -> None:
+    """None passes, so that each interval is that of its place: the error rate divided by it."""
+    mean = MeanDifference(0.9, 5, 0.1, 4, "paired t")
+    tests = non_inferiority_tests([mean] * 3, [1.0, 2.0], Tolerance(max_gap=1.0), 1)
+    half_widths = [test.ci_half_width for test in tests]
+    assert half_widths == [mean.half_width(ERROR_RATE / place) for place in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("seeds", [3, 5, 10])
 def test_what_happens_in_no_seed_may_happen_three_times_in_their_number(seeds):
     """What happens three times in `seeds` seeds on average happens in none of them in 5 %."""
