@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from runner.core import Command, ConfigError, Mode, Room, RunSpec, errors, fmt
 
 if TYPE_CHECKING:
-    from runner.core import LoadedCheckpoint, RunContext, Strategy, run_context
+    from runner.core import (
+        LoadedCheckpoint,
+        RunCallback,
+        RunContext,
+        Strategy,
+        TrainState,
+        run_context,
+    )
 
 
 @dataclass(frozen=True)
@@ -152,11 +159,9 @@ class Diff(Mode):
     def run(
         self, context: "RunContext", saved: "LoadedCheckpoint | None"
     ) -> "run_context.RunOutcome":
-        from runner.diagnostics.memory.out_of_memory import MemoryWatch
         from runner.modes.diff import diff
 
-        with MemoryWatch(context).explain():
-            return diff(context)
+        return diff(context)
 
 
 EXPLAIN = Command(
@@ -180,6 +185,20 @@ def _check_numerics(spec: RunSpec, strategy: "Strategy") -> None:
         )
 
 
+def _callbacks(run: "RunContext", state: "TrainState") -> "Iterator[RunCallback]":
+    every = run.spec.section(NumericsSpec).every
+    if every and run.strategy.rank.is_main:
+        from runner.diagnostics.numerics.probe import NumericsCallback  # few runs measure them
+
+        yield NumericsCallback(state, every, run, run.label)
+
+
+def _watch(run: "RunContext") -> "run_context.RunWatch":
+    from runner.diagnostics.memory.out_of_memory import MemoryWatch
+
+    return MemoryWatch(run)
+
+
 ROOM = Room(
     sections={
         "numerics": NumericsSpec,
@@ -199,4 +218,6 @@ ROOM = Room(
     modes=(Plan(), Explain(), Replay(), Diff()),
     commands=(EXPLAIN,),
     check=_check_numerics,
+    callbacks=_callbacks,
+    watch=_watch,
 )

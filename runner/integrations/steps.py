@@ -27,7 +27,6 @@ from runner.core import (
     gradients,
     step_records,
 )
-from runner.diagnostics.numerics.probe import NumericsCallback
 from runner.tracking.history import Curve
 from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.expert_loads import ExpertLoads
@@ -209,8 +208,9 @@ class StepRecords:
             self.send()
         self._measurement.close()
         for callback in self.callbacks:
-            if isinstance(callback, NumericsCallback):
-                self._measurement.enter_context(callback.around_step(record.step + 1))
+            context = callback.around_step(record.step + 1)
+            if context is not None:
+                self._measurement.enter_context(context)
 
     def send(self) -> None:
         """Copy the steps so far to the host, and hand on the blocks that have arrived."""

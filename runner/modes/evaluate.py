@@ -27,7 +27,6 @@ from runner.core import (
 from runner.data.build import RunLoaders
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
-from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.execution import build_proven_model, build_result
 from runner.modes.saved_run import changes, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
@@ -84,15 +83,12 @@ def plan_evaluation(plan: run_context.PlannedRun) -> run_context.PlannedRun:
     return run_context.PlannedRun(plan.folder, saved, spec, invocation)
 
 
-def evaluate_checkpoint(
-    run: RunContext, saved: LoadedCheckpoint, memory: MemoryWatch
-) -> run_context.RunOutcome:
+def evaluate_checkpoint(run: RunContext, saved: LoadedCheckpoint) -> run_context.RunOutcome:
     """Compute the task's metrics of a checkpoint's weights, in the run's precision.
 
     Args:
         run: its parts.
         saved: the checkpoint.
-        memory: explains an allocator's error; it is given the state before the first batch.
     """
     spec = run.spec
     start = perf_counter()
@@ -110,7 +106,7 @@ def evaluate_checkpoint(
     with run.precision.session(built.model, run.device):
         sizes = describe_model(run, built)
         state = build_state(run.setup, built.model, plan=built.plan)
-        memory.begin_steps(state)
+        run.begin_steps(state)
         with DtypeProbe(built.model) as probe:
             try_batch(run, state, validation)
         sizes |= describe_computation(run, probe, built.report)

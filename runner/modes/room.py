@@ -32,11 +32,9 @@ class Train(Mode):
     def run(
         self, context: "RunContext", saved: "LoadedCheckpoint | None"
     ) -> "run_context.RunOutcome":
-        from runner.diagnostics.memory.out_of_memory import MemoryWatch
         from runner.modes.train import train
 
-        with MemoryWatch(context).explain() as memory:
-            return train(context, saved, memory)
+        return train(context, saved)
 
 
 class Evaluate(Mode):
@@ -71,13 +69,12 @@ class Evaluate(Mode):
     def run(
         self, context: "RunContext", saved: "LoadedCheckpoint | None"
     ) -> "run_context.RunOutcome":
-        from runner.diagnostics.memory.out_of_memory import MemoryWatch
         from runner.modes.evaluate import evaluate_checkpoint
 
         assert saved is not None  # of the plan
         # An evaluation leaves nothing to save, so a signal ends it at once.
-        with MemoryWatch(context).explain() as memory, context.signals.interruptible():
-            return evaluate_checkpoint(context, saved, memory)
+        with context.signals.interruptible():
+            return evaluate_checkpoint(context, saved)
 
 
 ROOM = Room(modes=(Train(), Evaluate()))

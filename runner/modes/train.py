@@ -4,7 +4,7 @@ The tracker is open already; run.py closes it.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import NoReturn
@@ -30,7 +30,6 @@ from runner.core import (
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
 from runner.diagnostics.data_checks import checked_losses
-from runner.diagnostics.memory.out_of_memory import MemoryWatch
 from runner.modes.execution import build_proven_model, build_result, starting_model
 from runner.modes.startup import (
     check_evaluation,
@@ -64,15 +63,12 @@ from runner.training.state_dict import starting_point
 _UNMEASURED = nullcontext()
 
 
-def train(
-    run: RunContext, resumed: LoadedCheckpoint | None, memory: MemoryWatch
-) -> run_context.RunOutcome:
+def train(run: RunContext, resumed: LoadedCheckpoint | None) -> run_context.RunOutcome:
     """Train a run from its start or from a checkpoint.
 
     Args:
         run: its parts.
         resumed: the checkpoint to continue from; None for a run that starts.
-        memory: explains an allocator's error; it is given the state before the first step.
 
     Raises:
         ConfigError: data, model, optimizer and task do not fit together.
@@ -100,7 +96,7 @@ def train(
                 # The weights are equal in all processes, dropout must not be. 2**40 apart: no seed
                 # that somebody types for another run is a process's seed of this one.
                 random_streams.seed_all(spec.seed + run.strategy.rank.index * 2**40)
-            memory.begin_steps(state, loaders.train)
+            run.begin_steps(state, lambda: next(loaders.train.epoch(0)))
             try_batch(run, state, loaders.val)
             hook = make_evaluation_hook(run, state)
             check_evaluation(run, state, loaders.validation, hook)
@@ -297,16 +293,24 @@ def _refuse_gradients_of_original() -> AbstractContextManager[object]:
     return torch.autograd.graph.register_multi_grad_hook(weights, refuse, mode="any")
 
 
+@contextmanager
+def _together(contexts: list[AbstractContextManager[object]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
 def _step_contexts(
     run: RunContext, callbacks: TrainingCallbacks, first_step: FirstStep
 ) -> Callable[[int], AbstractContextManager[object]]:
     """Return the function that makes the context around a step.
 
-    The first step is watched, and every step in which the tensors are to be measured.
+    The first step is watched, and every step for which a callback has a context.
     """
     spec = run.spec
     first = callbacks.state.step + 1
-    numerics = callbacks.numerics
+    asked = [callback.around_step for callback in callbacks.callbacks]
     state = callbacks.state
     own_state = callbacks.own_state
     # What is compiled does not run a mode of torch's.
@@ -352,8 +356,8 @@ def _step_contexts(
     contexts = {first: around_first, first + 1: around_second}
 
     def around(step: int) -> AbstractContextManager[object]:
-        callbacks.progress.begin_step(step)
-        measured = numerics.around_step(step) if numerics else _UNMEASURED
+        found = [context for each in asked if (context := each(step)) is not None]
+        measured = _together(found) if found else _UNMEASURED
         return contexts[step](measured) if step in contexts else measured
 
     return around

@@ -10,6 +10,7 @@ import torch
 
 from runner.core import (
     LoadedCheckpoint,
+    Room,
     RunCallback,
     RunContext,
     RunHandle,
@@ -24,17 +25,11 @@ from runner.data.fingerprint import learned_facts
 from runner.data.loader import restored_random_state
 from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of, samples_of_step
 from runner.diagnostics.data_checks import explain_uncounted_labels
-from runner.diagnostics.room import NumericsSpec
 from runner.diagnostics.saved_batch import save_batch
 from runner.training import state_dict
-from runner.training.callbacks.guard import EarlyStopping, Guard
+from runner.training.callbacks.guard import Guard
 from runner.training.callbacks.progress import progress
-from runner.training.callbacks.runner_callbacks import (
-    Checkpointing,
-    MetricLogger,
-    Profiler,
-    RunSummary,
-)
+from runner.training.callbacks.runner_callbacks import Checkpointing, MetricLogger, RunSummary
 from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.formats.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
 from runner.training.own_state import OwnState
@@ -52,9 +47,7 @@ class TrainingCallbacks:
         callbacks: in the order in which they read a record.
         handle: passed to the callbacks.
         summary: best, last and speed, for the run's result.
-        progress: shows how far the training is.
         guard: stops a run whose numbers are wrong.
-        numerics: measures tensors at an interval; None where none is asked for.
         user: calls the user's callbacks; None where the config has none.
         writer: writes the checkpoints.
     """
@@ -86,25 +79,14 @@ class TrainingCallbacks:
         self.summary = RunSummary(task.quality, task.direction)
         self.guard = _guard(run, loader, start_step)
         self.handle = RunHandle("", state, run)
-        self.progress = progress(run.console, self.planned_steps, run.label)
         self.callbacks: list[RunCallback] = [
             self.summary,
             MetricLogger(run.tracker, state, run.accelerator),
-            self.progress,
+            progress(run.console, self.planned_steps, run.label),
             self.guard,
         ]
-        self.numerics = None
-        every_numerics = spec.section(NumericsSpec).every
-        if every_numerics and run.strategy.rank.is_main:
-            from runner.diagnostics.numerics.probe import NumericsCallback  # few runs measure them
-
-            self.numerics = NumericsCallback(state, every_numerics, run, run.label)
-            self.callbacks.append(self.numerics)
-        if spec.train.early_stop:
-            patience = spec.train.early_stop
-            self.callbacks.append(EarlyStopping(task.quality, task.direction, patience))
-        if spec.debug.profile:
-            self.callbacks.append(Profiler(run.out, spec.debug.profile, run.write_file))
+        for room in Room.installed:
+            self.callbacks += room.callbacks(run, state)
         self.user = None
         if spec.callbacks:
             if run.strategy.rank.world_size > 1:

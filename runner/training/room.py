@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from runner.core import Room, RunSpec
 
 if TYPE_CHECKING:
-    from runner.core import RunCallback, Strategy
+    from runner.core import RunCallback, RunContext, Strategy
 
 
 def _problems(spec: RunSpec) -> Iterator[str]:
@@ -28,4 +28,17 @@ def _check(spec: RunSpec, _: "Strategy") -> None:
     check_arguments(spec)
 
 
-ROOM = Room(problems=_problems, parts={"callbacks": _callbacks}, check=_check)
+def _training_callbacks(run: "RunContext", _: object) -> "Iterator[RunCallback]":
+    from runner.training.callbacks.guard import EarlyStopping
+    from runner.training.callbacks.runner_callbacks import Profiler
+
+    patience, profiled = run.spec.train.early_stop, run.spec.debug.profile
+    if patience:
+        yield EarlyStopping(run.task.quality, run.task.direction, patience)
+    if profiled:
+        yield Profiler(run.out, profiled, run.write_file)
+
+
+ROOM = Room(
+    problems=_problems, parts={"callbacks": _callbacks}, check=_check, callbacks=_training_callbacks
+)

@@ -1,7 +1,7 @@
-"""A room adds sections of the schema, modes and commands. `runner/rooms.py` lists the rooms.
+"""A room adds sections of the schema, modes, commands and callbacks to a run.
 
-This module knows none of them: the command line and the Python API install that list once in a
-process, before they read a config.
+`runner/rooms.py` lists the rooms. This module knows none of them: the command line and the Python
+API install that list once in a process, before they read a config.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,9 +12,11 @@ from runner.core.config.command import Command
 
 if TYPE_CHECKING:
     from runner.core.config.schema import RunSpec
+    from runner.core.loop.callback import RunCallback
     from runner.core.loop.strategy import Strategy
+    from runner.core.loop.train_state import TrainState
     from runner.core.record.checkpoint_file import LoadedCheckpoint
-    from runner.core.run.run_context import PlannedRun, RunContext, RunOutcome
+    from runner.core.run.run_context import PlannedRun, RunContext, RunOutcome, RunWatch
 
 
 class Mode:
@@ -97,6 +99,9 @@ class Room:
         modes: in the order in which they are listed.
         commands: other than a run.
         problems: yields what cannot run of a spec, all at once.
+        callbacks: yields callbacks of a training, of the run and its state, which may also be given
+            hooks of its steps (`state.hooks`).
+        watch: makes what is told of the state of a run, of any mode, and may explain its error.
         parts: builds the object that a run has of a group of the spec, by the group; of the spec,
             the strategy and the torch device.
         check: raises ConfigError for what would fail later, once the strategy is known.
@@ -110,6 +115,8 @@ class Room:
     modes: Sequence[Mode] = ()
     commands: Sequence[Command] = ()
     problems: Callable[["RunSpec"], Iterable[str]] = lambda spec: ()
+    callbacks: Callable[["RunContext", "TrainState"], Iterable["RunCallback"]] = lambda *_: ()
+    watch: Callable[["RunContext"], "RunWatch"] | None = None
     parts: Mapping[str, Callable[["RunSpec", "Strategy", Any], Any]] = field(default_factory=dict)
     check: Callable[["RunSpec", "Strategy"], None] = lambda spec, strategy: None
 

@@ -5,6 +5,7 @@ the config group `callbacks`. How the user's are built and called is in user_cal
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -48,6 +49,10 @@ class RunCallback:
             self.on_evaluation(record, run)
         else:
             self.on_steps(record, run)
+
+    def around_step(self, step: int) -> AbstractContextManager[object] | None:
+        """Return a context for an optimizer step that begins; None for none. Not asked of the
+        user's callbacks."""
 
     def on_steps(self, records: Sequence[StepRecord], run: "RunHandle") -> None:
         """Read the records of steps that have reached the host, in order.

@@ -97,7 +97,8 @@ def _run(
                     "torchrun out."
                 )
             if not context.mode.is_recorded:
-                context.mode.run(context, plan.saved)
+                with context.explained():
+                    context.mode.run(context, plan.saved)
                 result = RunResult(
                     precision=context.precision.name,
                     label=context.label,
@@ -169,7 +170,8 @@ def _run_tracked(context: RunContext, plan: PlannedRun) -> RunResult:
     info = _run_info(context, resumed, plan.changes)
     page = RunPage(context.invocation.command_text(), info if resumed else None)
     with _tracked(context, info, page):
-        outcome = context.mode.run(context, plan.saved)
+        with context.explained():
+            outcome = context.mode.run(context, plan.saved)
         assert outcome is not None  # of a mode that is recorded
         result, report = outcome
         context.signals.check()

@@ -6,28 +6,32 @@ What a training produces (weights, model, tables, chart) is saved by modes/train
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from runner.core.base.accelerators import Accelerator
+from runner.core.base.errors import RunnerError
 from runner.core.base.files import write_json, write_text
 from runner.core.base.layout import CONFIG, GIT_KEYS, SIGNATURE
 from runner.core.base.stop_signals import StopSignals
 from runner.core.base.torchrun import ProcessRank
 from runner.core.config import signature
 from runner.core.config.invocation import Invocation
-from runner.core.config.room import Mode
+from runner.core.config.room import Mode, Room
 from runner.core.config.schema import RunSpec
+from runner.core.loop.batch_layout import Batch
 from runner.core.loop.callback import RunCallback
 from runner.core.loop.strategy import Single, Strategy
 from runner.core.loop.task import Task
+from runner.core.loop.train_state import TrainState
 from runner.core.policy.conversion_report import ConversionReport
 from runner.core.policy.precision import Precision
 from runner.core.record.checkpoint_file import LoadedCheckpoint
@@ -52,6 +56,21 @@ class TrainingSetup:
     task: Task
     device: torch.device
     strategy: Strategy = field(default_factory=Single)
+
+
+class RunWatch(Protocol):
+    """What a room has told of a run's state, and asked to explain the error that ends it."""
+
+    def begin_steps(self, state: TrainState, batch: Callable[[], Batch] | None = None) -> None:
+        """Take note of the state that is about to run its first step.
+
+        Args:
+            state: of the training or the evaluation.
+            batch: loads a batch of the training; None for an evaluation.
+        """
+
+    def explain(self, error: Exception) -> RunnerError | None:
+        """Return an error that says what to change; None for one that is not known here."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,29 @@ class RunContext(RunOutput):
     signals: StopSignals
     strategy: Strategy
     user_callbacks: Mapping[str, RunCallback] = field(default_factory=dict)
+
+    @cached_property
+    def watches(self) -> list[RunWatch]:
+        """Return what the rooms have watch the run."""
+        return [room.watch(self) for room in Room.installed if room.watch is not None]
+
+    def begin_steps(self, state: TrainState, batch: Callable[[], Batch] | None = None) -> None:
+        """Tell the watches of the state that is about to run its first step."""
+        for watch in self.watches:
+            watch.begin_steps(state, batch)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Return a context in which an error is raised as the first watch that knows it explains
+        it."""
+        try:
+            yield
+        except Exception as error:
+            for watch in self.watches:
+                explained = watch.explain(error)
+                if explained is not None:
+                    raise explained from error
+            raise
 
     @property
     def mode(self) -> Mode:

@@ -2,13 +2,12 @@
 
 import gc
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 
 import torch
 
-from runner.core import RunContext, RunnerError, TrainState, module_tree, tensor_facts
-from runner.data.stream_loader import DatasetLoader
+from runner.core import Batch, RunContext, RunnerError, TrainState, module_tree, tensor_facts
 from runner.diagnostics.memory.forecast import (
     USABLE_MEMORY_SHARE,
     PeakForecast,
@@ -51,7 +50,7 @@ class MemoryWatch:
         run: the run.
         optimizer: name of the optimizer's option (adamw, sgd, ...), empty for one of the user's.
         state: of the training or the evaluation, once it is there.
-        loader: yields the training batches.
+        batch: loads a batch of the training; None for an evaluation.
         other_bytes: in use beside what the run's settings change.
     """
 
@@ -59,34 +58,29 @@ class MemoryWatch:
         self.run = run
         self.optimizer = run.invocation.choices.get("optimizer", "")
         self.state: TrainState | None = None
-        self.loader: DatasetLoader | None = None
+        self.batch: Callable[[], Batch] | None = None
         self.other_bytes = 0.0
 
-    def begin_steps(self, state: TrainState, loader: DatasetLoader | None = None) -> None:
+    def begin_steps(self, state: TrainState, batch: Callable[[], Batch] | None = None) -> None:
         """Take note of the state that is about to run its first step.
 
         Args:
             state: of the training or the evaluation.
-            loader: yields the training batches; an estimate is made for training only.
+            batch: loads a batch of the training; an estimate is made for training only.
         """
         self.state = state
-        self.loader = loader
-        if loader is not None:
+        self.batch = batch
+        if batch is not None:
             taken, _ = memory_limit(self.run.device)
             # Data in memory, libraries and other processes: no setting of the run changes these.
             self.other_bytes = taken - tensor_facts.stored_bytes(state.model)
 
-    @contextmanager
-    def explain(self) -> Iterator["MemoryWatch"]:
-        """Return a context of the watch in which an allocator's error becomes an OutOfMemory that
-        says what held memory and what would fit."""
-        try:
-            yield self
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self.run.save_traceback()
-            raise OutOfMemory(out_of_memory_message(self, error)) from error
+    def explain(self, error: Exception) -> OutOfMemory | None:
+        """Return what held memory and what would fit, for an allocator's error; else None."""
+        if not is_out_of_memory(error):
+            return None
+        self.run.save_traceback()
+        return OutOfMemory(out_of_memory_message(self, error))
 
 
 def out_of_memory_message(watch: MemoryWatch, error: BaseException) -> str:
@@ -128,8 +122,7 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
     The list is empty where there is no forecast, or where it does not explain why memory ran out.
     """
     state = watch.state
-    loader = watch.loader
-    if state is None or loader is None:
+    if state is None or watch.batch is None:
         return []
     release_frames(error)
     for parameter in state.trainable_parameters:
@@ -141,7 +134,7 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
     )
     # Whatever fails here, the message about the first failure must still be written.
     with suppress(Exception), eager:
-        sample = next(loader.epoch(0))
+        sample = watch.batch()
         return _fitting_lines(watch, failed_step_forecast(watch.run.spec, state, sample))
     return []
 

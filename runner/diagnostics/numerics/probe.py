@@ -6,7 +6,7 @@ writes the numerics report at the end.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
@@ -276,9 +276,6 @@ def _update(param: Tensor, before: Sample, gradient: Sample, most: int) -> Sampl
     return SampledTensor(sample, before.values.float(), has_gradient)
 
 
-_UNMEASURED = nullcontext()
-
-
 class NumericsCallback(RunCallback):
     """Measures a run's tensors at an interval; only the first process has one.
 
@@ -299,9 +296,9 @@ class NumericsCallback(RunCallback):
         self.snapshots: list[NumericsSnapshot] = []
         self._probe = Probe(state, self._record)
 
-    def around_step(self, step: int) -> AbstractContextManager[object]:
+    def around_step(self, step: int) -> AbstractContextManager[object] | None:
         """Return the context around a step: the probe where a measurement is due."""
-        return self._probe if step % self.every == 0 else _UNMEASURED
+        return self._probe if step % self.every == 0 else None
 
     @property
     def numerics(self) -> Numerics:

@@ -31,9 +31,6 @@ class ProgressLines(RunCallback):
         self._last = None
         self._header = ""
 
-    def begin_step(self, step: int) -> None:
-        """Note that a step begins. The values of those before it may be on the device still."""
-
     def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
         self._last = records[-1]
 
@@ -113,7 +110,7 @@ class ProgressBar(ProgressLines):
         self._bar.add_task(label(), total=total, loss="")
         self._bar.start()
 
-    def begin_step(self, step: int) -> None:
+    def around_step(self, step: int) -> None:
         if self._clock() - self._shown_at >= _UPDATE_SECONDS:
             self.show(step - 1)
 

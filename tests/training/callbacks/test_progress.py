@@ -91,11 +91,11 @@ def test_the_bar_moves_with_each_step_and_leaves_the_start_out_of_the_time_left(
     # A minute until the first step has ended, then 2 s for each.
     for number, at in ((1, 50.0), (2, 60.0), (3, 62.0), (4, 64.0)):
         now[0] = at
-        bar.begin_step(number)
+        bar.around_step(number)
         seen.append((task.completed, task.time_remaining))
     assert seen == [(0, None), (1, None), (2, 16.0), (3, 14.0)]
     now[0] = 64.05  # too soon for another update
-    bar.begin_step(5)
+    bar.around_step(5)
     assert task.completed == 3
     bar.on_steps((step(2),), None)  # records of a GPU are late
     assert (task.completed, task.fields["loss"]) == (3, "loss 0.5")
