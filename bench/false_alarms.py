@@ -18,7 +18,8 @@ import torch
 from bench.common import parse_options, table, write
 from bench.training import CPU, training_state
 from models.mlp import MLP
-from runner.core import TrainSpec, metric_names, training_loop
+from runner.core import metric_names, training_loop
+from runner.core.config.schema import TrainSpec
 from runner.core.loop.step_records import EvalRecord
 from runner.data.datasets.digits import digits
 from runner.data.loader import Loader

@@ -31,10 +31,11 @@ from torch.utils.data import TensorDataset
 from bench.common import ROOT, parse_options, table, write
 from bench.training import CPU, VOCABULARY, random_tokens, training_state
 from models.gpt import GPT
-from runner.core import TrainSpec, training_loop
+from runner.core import training_loop
 from runner.core.base.accelerators import Accelerator
 from runner.core.base.tensor_facts import MIB
 from runner.core.base.torchrun import ProcessRank
+from runner.core.config.schema import TrainSpec
 from runner.core.loop.strategy import Single, Strategy
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision.registry import load_precision

@@ -27,8 +27,7 @@ from bench.common import RESULTS, interleave, parse_options, table, write, write
 from bench.training import CPU, VOCABULARY, random_tokens
 from models.gpt import GPT
 from models.resnet import resnet
-from runner.core import TrainSpec
-from runner.core.config.schema import RunSpec
+from runner.core.config.schema import RunSpec, TrainSpec
 from runner.data.loader import Loader, LoaderOptions
 from runner.precision.registry import load_precision
 from runner.training.compile import prepare_model
