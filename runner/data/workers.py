@@ -11,7 +11,7 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from typing import Any
@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch.multiprocessing import set_sharing_strategy
 from torch.utils.data import _utils
 
-from runner.core import stop_signals
+from runner.core import RunContext, errors, stop_signals
 
 PREFETCH = 2  # batches that each process loads ahead: torch's default
 _DATASET_RAISED = re.compile(r"in DataLoader worker process \d+")
@@ -159,3 +159,24 @@ def _death_of_worker() -> str | None:
     except RuntimeError as error:
         return worker_failure(error)
     return None
+
+
+@contextmanager
+def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
+    """Return the context around a check of a split, in which a dead worker is a DataError."""
+    try:
+        yield
+    except Exception as error:
+        reason = worker_failure(error)
+        if reason is None:
+            raise
+        text = worker_message(reason, f"the {split} set's first batches")
+        raise errors.DataError(f"{text}\n{run.save_traceback()}".rstrip()) from error
+
+
+def worker_message(reason: str, what: str) -> str:
+    """Return a message for a process that loads data and died or raised."""
+    return (
+        f"A process that loads {what} failed: {reason}.\n"
+        "Try train.num_workers=0 to see it in the main process, or fewer processes."
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from runner.core import ConfigError, batch_layout, model_call, tensor_facts
+from runner.core import batch_layout, model_call, tensor_facts
 from runner.modes.error_rules import LIBRARIES, Failure, Rule, first_message, precision_advice
 from runner.training.tasks.tensor_task import TensorTask
 
@@ -28,11 +28,10 @@ def explain_batch_error(failure: Failure) -> str:
     )
 
 
-def check_loss(loss: Any, task: str) -> None:
-    """Raise ConfigError where a task's loss is no single number."""
-    if not (isinstance(loss, Tensor) and loss.numel() == 1):
-        what = f"of the shape {_shape(loss)}" if isinstance(loss, Tensor) else f"a {_kind(loss)}"
-        raise ConfigError(f"task={task} returns as loss {what}, no number. Return `loss.mean()`.")
+def explain_loss(loss: Any, task: str) -> str:
+    """Return a message for a task's loss that is no single number."""
+    what = f"of the shape {_shape(loss)}" if isinstance(loss, Tensor) else f"a {_kind(loss)}"
+    return f"task={task} returns as loss {what}, no number. Return `loss.mean()`."
 
 
 _DTYPES = r"dtype|scalar type|[Ii]nput type|not implemented for|Boolean"

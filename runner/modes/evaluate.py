@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -33,10 +33,12 @@ from runner.modes.startup import check_evaluation, describe_model, prepare_loade
 from runner.modes.training_outputs import describe_computation, make_evaluation_hook, save_dtypes
 from runner.tracking import locate
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation_hook import EvaluationHook
 from runner.training.model import restoring_builder
 from runner.training.setup import build_state
 from runner.training.weight_average import AVERAGE_KEY, with_averaged_weights
+
+if TYPE_CHECKING:
+    from runner.training.evaluation_hook import EvaluationHook
 
 _TRAIN_KEYS = ("batch_size", "num_workers", "channels_last", "compile", "compile_rounding")
 """Keys of train that the numbers of an evaluation depend on, by the batches or by rounding."""
@@ -154,7 +156,7 @@ def _compile_for_batches(state: TrainState, validation: DatasetLoader) -> None:
 
 
 def _timed_evaluation(
-    run: RunContext, state: TrainState, loaders: RunLoaders, hook: EvaluationHook | None
+    run: RunContext, state: TrainState, loaders: RunLoaders, hook: "EvaluationHook | None"
 ) -> tuple[dict[str, float], float | None]:
     """Return the metrics, and examples per second; None for less than MIN_TIMED_SECONDS.
 

@@ -34,9 +34,6 @@ from runner.data.loader import restored_random_state
 from runner.precision.casting import CastCacheWatch
 from runner.precision.conversion_proof import prove_model
 from runner.precision.forward_watch import ModelTrial
-from runner.tracking import locate
-from runner.training.formats import weight_files
-from runner.training.initial_weights import rename
 from runner.training.model import BuiltModel, ModelBuilder, restore_precision_state
 from runner.training.setup import build_state
 
@@ -187,6 +184,10 @@ def read_initial_weights(spec: RunSpec) -> LoadedCheckpoint | None:
     where = spec.init.weights
     if where is None:
         return None
+    from runner.tracking import locate
+    from runner.training.formats import weight_files
+    from runner.training.initial_weights import rename
+
     read = weight_files.read_weights(where)
     if read is None:
         path = locate.find_checkpoint(where, spec.tracking.get("uri"), key="init.weights")

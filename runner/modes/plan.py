@@ -18,12 +18,11 @@ from runner.core import (
 )
 from runner.diagnostics.memory.forecast import (
     MAX_FORECAST_BATCH_SIZE,
-    USABLE_MEMORY_SHARE,
     find_experts,
-    free_memory,
     largest_fitting_batch,
     peak_forecast,
 )
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.modes.execution import read_initial_weights
 from runner.precision.casting import KeptInFloat32
 from runner.training.compile import check_compile_options

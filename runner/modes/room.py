@@ -25,6 +25,8 @@ class Train(Mode):
     def plan(
         self, plan: "run_context.PlannedRun", say: Callable[[str], None], strategy: "Strategy"
     ) -> "run_context.PlannedRun":
+        if plan.spec.checkpoint.resume is None:
+            return plan
         from runner.modes.saved_run import plan_resume_in_processes
 
         return plan_resume_in_processes(plan, say, strategy)

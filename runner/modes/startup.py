@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from runner.data.build import RunLoaders, build_data, build_run_loaders
 from runner.data.loader import restored_random_state
 from runner.data.splits import RunData
 from runner.data.stream_loader import DatasetLoader, StreamLoader, is_stream
+from runner.data.workers import explain_dead_workers
 from runner.diagnostics.data_checks import (
     check_totals,
     checked_losses,
@@ -46,20 +47,19 @@ from runner.diagnostics.data_checks import (
     packing_lines,
 )
 from runner.diagnostics.memory.out_of_memory import is_out_of_memory
-from runner.modes import batch_rules
-from runner.modes.error_rules import Failure
 from runner.modes.execution import prepare_process
-from runner.modes.training_errors import explain_dead_workers
 from runner.precision.casting import CastCacheWatch
 from runner.precision.gradient_hooks import describe_hooks, gradient_hooks
 from runner.training.compile import fused_rounding
-from runner.training.evaluation_hook import EvaluationHook
-from runner.training.initial_weights import InitialWeights
 from runner.training.model import BuiltModel, starts_random
 from runner.training.own_state import saved_state
 from runner.training.parameter_groups import describe_frozen, describe_groups
 from runner.training.schedules import describe_schedule
 from runner.training.setup import describe_state_dtypes
+
+if TYPE_CHECKING:
+    from runner.training.evaluation_hook import EvaluationHook
+    from runner.training.initial_weights import InitialWeights
 
 _ROUNDING_LINES = {
     "eager": "compiled; rounding between fused operations: eager, after each one as uncompiled",
@@ -265,7 +265,7 @@ def check_evaluation(
     run: RunContext,
     state: TrainState,
     sets: Mapping[str, DatasetLoader],
-    hook: EvaluationHook | None = None,
+    hook: "EvaluationHook | None" = None,
 ) -> None:
     """Check the metrics and the quality that the config adds to the task, on one batch.
 
@@ -355,6 +355,9 @@ def try_batch(
     except Exception as error:
         if is_out_of_memory(error):
             raise  # MemoryWatch explains it
+        # Explanations are imported where there is something to explain.
+        from runner.modes.batch_rules import explain_batch_error
+        from runner.modes.error_rules import Failure
 
         def call() -> None:
             with _trial(run, state):
@@ -364,10 +367,11 @@ def try_batch(
         again = call if run.strategy.rank.world_size == 1 else None
         batch = (inputs, target, outputs)
         cause = Failure(error, model, run.precision, run.task, names, *batch, again)
-        raise ConfigError(
-            f"{batch_rules.explain_batch_error(cause)} {run.save_traceback()}"
-        ) from error
-    batch_rules.check_loss(loss, names["task"])
+        raise ConfigError(f"{explain_batch_error(cause)} {run.save_traceback()}") from error
+    if not (isinstance(loss, Tensor) and loss.numel() == 1):
+        from runner.modes.batch_rules import explain_loss
+
+        raise ConfigError(explain_loss(loss, names["task"]))
     if outputs and says_layout:
         with _trial(run, state):
             for line in output_lines(run, state, (inputs, target), outputs[-1]):
@@ -502,7 +506,7 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
     }
 
 
-def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: InitialWeights) -> None:
+def _warn_of_frozen_fresh(run: RunContext, model: nn.Module, initial: "InitialWeights") -> None:
     """Warn where an adapter freezes weights that init.skip left at random values."""
     if not run.spec.trains or not run.spec.adapter.get("_target_"):
         return

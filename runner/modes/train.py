@@ -3,11 +3,11 @@
 The tracker is open already; run.py closes it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -16,6 +16,7 @@ from runner.core import (
     ConfigError,
     LoadedCheckpoint,
     RunContext,
+    RunnerError,
     RunResult,
     TrainState,
     errors,
@@ -29,6 +30,7 @@ from runner.core import (
 )
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
+from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.data_checks import checked_losses
 from runner.modes.execution import build_proven_model, build_result, starting_model
 from runner.modes.startup import (
@@ -41,7 +43,6 @@ from runner.modes.startup import (
     watched_casts,
 )
 from runner.modes.training_callbacks import TrainingCallbacks
-from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (
     FirstStep,
     check_model_folders,
@@ -56,9 +57,11 @@ from runner.modes.training_outputs import (
 from runner.precision.gradient_hooks import watch_gradient_calls
 from runner.tracking.result_table import print_result
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.evaluation_hook import EvaluationHook
 from runner.training.setup import build_state
 from runner.training.state_dict import starting_point
+
+if TYPE_CHECKING:
+    from runner.training.evaluation_hook import EvaluationHook
 
 _UNMEASURED = nullcontext()
 
@@ -159,7 +162,7 @@ def _train_loop(
     loaders: RunLoaders,
     resumed: LoadedCheckpoint | None,
     first_step: FirstStep,
-    evaluation: EvaluationHook | None,
+    evaluation: "EvaluationHook | None",
 ) -> TrainingCallbacks:
     """Train with every callback reading the records; return the callbacks."""
     spec = run.spec
@@ -187,7 +190,7 @@ def _train_loop(
     hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
-        with TrainingErrors(run, state, loaders.train, evaluated).explain():
+        with _explained(run, state, loaders.train, evaluated):
             for record in records:
                 callbacks.dispatch(record)
                 if callbacks.should_stop():
@@ -206,8 +209,26 @@ def _train_loop(
     return callbacks
 
 
+@contextmanager
+def _explained(
+    run: RunContext, state: TrainState, train: DatasetLoader, evaluated: Mapping[str, DatasetLoader]
+) -> Iterator[None]:
+    """Return the context of the loop or an evaluation, in which known errors are explained; see
+    TrainingErrors."""
+    start_step = state.step
+    try:
+        yield
+    except RunnerError:
+        raise  # its message says already what to change
+    except Exception as error:
+        # Explanations are imported where there is something to explain.
+        from runner.modes.training_errors import TrainingErrors
+
+        TrainingErrors(run, state, train, evaluated).raise_explained(error, start_step)
+
+
 def _test_metrics(
-    run: RunContext, state: TrainState, loaders: RunLoaders, hook: EvaluationHook | None
+    run: RunContext, state: TrainState, loaders: RunLoaders, hook: "EvaluationHook | None"
 ) -> dict[str, float]:
     """Evaluate the test sets on the weights as they are, and log their metrics.
 
@@ -219,7 +240,7 @@ def _test_metrics(
         return {}
     evaluated = set_labels("test", loaders.test)
     try:
-        with TrainingErrors(run, state, loaders.train, evaluated).explain():
+        with _explained(run, state, loaders.train, evaluated):
             metrics = training_loop.evaluate_sets(
                 "test", state, loaders.test, run.stop_requested, hook
             )

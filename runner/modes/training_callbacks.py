@@ -25,12 +25,10 @@ from runner.data.fingerprint import learned_facts
 from runner.data.loader import restored_random_state
 from runner.data.stream_loader import DatasetLoader, StreamLoader, reads_of, samples_of_step
 from runner.diagnostics.data_checks import explain_uncounted_labels
-from runner.diagnostics.saved_batch import save_batch
 from runner.training import state_dict
 from runner.training.callbacks.guard import Guard
 from runner.training.callbacks.progress import progress
 from runner.training.callbacks.runner_callbacks import Checkpointing, MetricLogger, RunSummary
-from runner.training.callbacks.user_callbacks import UserCallbacks
 from runner.training.formats.writers import AsyncCheckpointWriter, ShardedCheckpointWriter
 from runner.training.own_state import OwnState
 from runner.training.state_dict import checkpoint_state_dict
@@ -92,6 +90,8 @@ class TrainingCallbacks:
             if run.strategy.rank.world_size > 1:
                 names = ", ".join(spec.callbacks)
                 run.say(f"callbacks: {names} (called in the main process only)")
+            from runner.training.callbacks.user_callbacks import UserCallbacks
+
             self.user = UserCallbacks(run.user_callbacks, state, run)
             self.callbacks.append(self.user)
         # Checkpoints come last: what the guard refuses is not saved.
@@ -199,6 +199,8 @@ class TrainingCallbacks:
             )
         if self.user is not None:
             self.user.agree()
+        from runner.training.callbacks.user_callbacks import UserCallbacks
+
         states = saved.content["callbacks"].get(UserCallbacks.key, {})
         nodes = run.spec.callbacks
         for name in nodes:
@@ -286,6 +288,8 @@ def _guard(run: RunContext, loader: DatasetLoader, start_step: int) -> Guard:
     """
 
     def save(record: step_records.StepRecord, why: str) -> str:
+        from runner.diagnostics.saved_batch import save_batch
+
         steps = range(record.step, record.step + 1)
         return save_batch(run, loader, steps, why, record.loss_scale, start_step)
 

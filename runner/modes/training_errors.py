@@ -6,7 +6,7 @@ training/callbacks/guard.py.
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from runner.core import (
     ConfigError,
     RunContext,
-    RunnerError,
     TrainState,
     errors,
     fmt,
@@ -32,7 +31,13 @@ from runner.data.stream_loader import (
     samples_of_step,
     targets_of_steps,
 )
-from runner.data.workers import PREFETCH, is_dataset_error, is_process_death, worker_failure
+from runner.data.workers import (
+    PREFETCH,
+    is_dataset_error,
+    is_process_death,
+    worker_failure,
+    worker_message,
+)
 from runner.diagnostics.data_checks import label_problem
 from runner.diagnostics.saved_batch import save_batch
 from runner.modes.error_rules import Failure, precision_advice
@@ -76,9 +81,12 @@ class TrainingErrors:
     train: DatasetLoader
     evaluated: Mapping[str, DatasetLoader]
 
-    @contextmanager
-    def explain(self) -> Iterator[None]:
-        """Return the context in which known errors are explained; a traceback goes to error.txt.
+    def raise_explained(self, error: Exception, start_step: int) -> NoReturn:
+        """Raise what explains an error; a traceback goes to error.txt.
+
+        Args:
+            error: what was raised.
+            start_step: optimizer steps before the loop began.
 
         Raises:
             DataError: in place of what the data causes.
@@ -86,19 +94,13 @@ class TrainingErrors:
                 step.
             ModelError: in place of what the settings cause after steps have been trained.
         """
-        start_step = self.state.step
         try:
-            yield
-        except RunnerError:
-            raise  # its message says already what to change
-        except Exception as error:
-            try:
-                self._raise(error, start_step)
-            except RuntimeError as later:
-                # torch reports a dead loading process wherever the main thread is, here as well.
-                if later is error or not is_process_death(later):
-                    raise
-                self._raise(later, start_step)
+            self._raise(error, start_step)
+        except RuntimeError as later:
+            # torch reports a dead loading process wherever the main thread is, here as well.
+            if later is error or not is_process_death(later):
+                raise
+            self._raise(later, start_step)
 
     def _raise(self, error: Exception, start_step: int) -> NoReturn:
         """Raise what explains an error, or the error itself.
@@ -195,14 +197,14 @@ class TrainingErrors:
         reason = worker_failure(error)
         if reason and not training:
             failed = [label for label, loader in self.evaluated.items() if loader.has_failed]
-            return _worker_message(reason, f"the {[*failed, *self.evaluated][0]} set")
+            return worker_message(reason, f"the {[*failed, *self.evaluated][0]} set")
         if reason:
             ahead = 1  # it raised: the batch is the next one
             if not is_dataset_error(error):
                 # It was killed: any batch that the workers load in advance may be the cause.
                 ahead = -(-PREFETCH * self.train.options.workers // run.spec.train.accumulate)
             steps = f"step {step + 1}" if ahead == 1 else f"steps {step + 1} to {step + ahead}"
-            message = _worker_message(reason, f"the train set for {steps}")
+            message = worker_message(reason, f"the train set for {steps}")
             saved = save_batch(run, self.train, range(step + 1, step + 1 + ahead), reason)
             return f"{message}\n{saved}"
         # A label or token that the model has no output or embedding for.
@@ -246,27 +248,6 @@ def _larger_batch(run: RunContext, loader: DatasetLoader) -> str:
     return (
         "In training a batch norm needs two examples in each process: an epoch has "
         f"{examples} examples, a batch {loader.batch_size}{rest}. Type train.batch_size={fitting}."
-    )
-
-
-@contextmanager
-def explain_dead_workers(run: RunContext, split: str) -> Iterator[None]:
-    """Return the context around a check of a split, in which a dead worker is a DataError."""
-    try:
-        yield
-    except Exception as error:
-        reason = worker_failure(error)
-        if reason is None:
-            raise
-        text = _worker_message(reason, f"the {split} set's first batches")
-        raise errors.DataError(f"{text}\n{run.save_traceback()}".rstrip()) from error
-
-
-def _worker_message(reason: str, what: str) -> str:
-    """Return a message for a process that loads data and died or raised."""
-    return (
-        f"A process that loads {what} failed: {reason}.\n"
-        "Try train.num_workers=0 to see it in the main process, or fewer processes."
     )
 
 

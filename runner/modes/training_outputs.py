@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from platform import node
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,7 +37,6 @@ from runner.output.plots import chart_style
 from runner.precision.conversion_proof import RAN_IN_TRAINING_REASON, watch_first_step
 from runner.training.callbacks.runner_callbacks import RunSummary
 from runner.training.compile import compiled_modules, fused_rounding
-from runner.training.evaluation_hook import EvaluationHook
 from runner.training.expert_loads import ExpertLoads
 from runner.training.formats.export import (
     ExportedModel,
@@ -54,6 +53,9 @@ from runner.training.pretrained_folder import (
 )
 from runner.training.tasks.model_loss import ModelLoss
 from runner.training.tasks.tensor_task import TensorTask
+
+if TYPE_CHECKING:
+    from runner.training.evaluation_hook import EvaluationHook
 
 DTYPES_FILE = "dtypes.json"
 ROUNDING_COLUMN = "rounding between fused operations"
@@ -148,7 +150,7 @@ class FirstStep:
 
 def make_evaluation_hook(
     run: RunContext, state: TrainState, step: int | None = None
-) -> EvaluationHook | None:
+) -> "EvaluationHook | None":
     """Return what calls the run's task.after_evaluation; None where its task has no such hook.
 
     Args:
@@ -158,6 +160,8 @@ def make_evaluation_hook(
     """
     if run.task.additions.hook is None:
         return None
+    from runner.training.evaluation_hook import EvaluationHook
+
     return EvaluationHook(state, run.out, run.tracker, run.save_traceback, step)
 
 

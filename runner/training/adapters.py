@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from runner.core import ConfigError, Precision, Unavailable, module_tree, refuse, targets, terminal
+from runner.core import ConfigError, Precision, Unavailable, module_tree, refuse, terminal
 from runner.precision.casting import no_op_hook
 from runner.precision.conversion import ROOT_NAME, ConversionRules, find_shared_weights
 from runner.precision.layers import derived_weight
@@ -46,11 +46,6 @@ ADAPTER = "default"
 # Source: peft, LoraConfig.init_lora_weights, which finds it equivalent to the exact one in
 # training.
 _ITERATIONS = 16
-
-
-def build_adapter(node: Mapping[str, Any]) -> "Lora | None":
-    """Build the adapter of a config node; None where it names none."""
-    return targets.instantiate(node) if node.get("_target_") else None
 
 
 @final

@@ -18,7 +18,7 @@ from functools import partial
 from inspect import signature
 from itertools import chain
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.config.trusted_targets import check_trusted, checkpoint_config
 from runner.core import (
     ConfigError,
     ConversionPlan,
@@ -48,17 +47,13 @@ from runner.precision import casting
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.conversion import is_converted
 from runner.precision.layers.conv1d import is_packed
-from runner.training import adapters
-from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.initial_weights import (
-    InitialWeights,
-    load_selected,
-    misfit_reason,
-    unpack_weights,
-)
 from runner.training.own_state import OWN_BUFFERS_KEY
 from runner.training.parameter_groups import freeze_parameters
 from runner.training.schedules import Node
+
+if TYPE_CHECKING:
+    from runner.training.adapters import Lora
+    from runner.training.initial_weights import InitialWeights
 
 META_DEVICE = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -85,7 +80,7 @@ class BuiltModel(NamedTuple):
     model: nn.Module
     report: ConversionReport
     plain_bytes: int
-    initial: InitialWeights | None = None
+    initial: "InitialWeights | None" = None
     plan: ConversionPlan = ConversionPlan()
 
 
@@ -145,7 +140,7 @@ class ModelBuilder:
                 expert_layouts={**packed.content.get("experts", {}), **plan.expert_layouts},
                 finds_experts=False,  # the checkpoint names them
             )
-        adapter = adapters.build_adapter(spec.adapter)
+        adapter = build_adapter(spec.adapter)
         notes = _notes_on_parts(model, adapter, plan.expert_layouts)
         if adapter is not None and packed is None:
             adapter.read_plain_weights(model, plan.bypassed)
@@ -233,8 +228,8 @@ class ModelBuilder:
             with safe_loading(spec.model):
                 model = targets.build_group("model", spec.model)
             if isinstance(model, nn.Module):
-                of_meta = partial(example_batch, spec, _EXAMPLES, made_on)
-                materialize_lazy_layers(model, made_on, self.inputs or (lambda: of_meta()[0]))
+                inputs = self.inputs or partial(_random_inputs, spec, made_on)
+                materialize_lazy_layers(model, made_on, inputs)
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
             raise ConfigError(
@@ -246,7 +241,7 @@ class ModelBuilder:
                 module.requires_grad_(False)
         return model
 
-    def _load_plain(self, model: nn.Module, saved: LoadedCheckpoint) -> InitialWeights | None:
+    def _load_plain(self, model: nn.Module, saved: LoadedCheckpoint) -> "InitialWeights | None":
         """Load a checkpoint into a plain model; its adapter is merged into the weights."""
         precision = self.precision
         layout = saved.content.get("layout", "")
@@ -261,10 +256,12 @@ class ModelBuilder:
                 f"{own if trained else ''}a precision that packs nothing, for example "
                 "precision=bf16-mixed."
             )
+        from runner.config.trusted_targets import check_trusted, checkpoint_config
+
         # The adapter's target comes from the file: it is judged before anything is imported by it.
         config = checkpoint_config(saved, "checkpoint")
         check_trusted(config, ["adapter"], self.spec.to_dict())
-        adapter = adapters.build_adapter(config.values.get("adapter") or {})
+        adapter = build_adapter(config.values.get("adapter") or {})
         # A checkpoint's float64 would be rounded on its way through a float32 model.
         if precision.storage is torch.float64:
             cast_floats(model, torch.float64, casting.find_kept_tensors(model, torch.float64)[0])
@@ -283,7 +280,7 @@ class ModelBuilder:
             parameter.requires_grad_(trains[name])
         return initial
 
-    def _load(self, model: nn.Module, saved: LoadedCheckpoint) -> InitialWeights | None:
+    def _load(self, model: nn.Module, saved: LoadedCheckpoint) -> "InitialWeights | None":
         """Load a checkpoint; of init.weights what init.skip does not leave out.
 
         Raises:
@@ -292,6 +289,8 @@ class ModelBuilder:
         if not saved.source:
             load_weights(model, saved, self.spec.model)
             return None
+        from runner.training.initial_weights import load_selected
+
         try:
             weights = _unpacked_weights(model, saved)
         except ValueError as error:
@@ -330,8 +329,13 @@ def keeps_adapter(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) 
     return bool(spec.adapter.get("_target_")) and _fits_as_saved(spec, precision, saved)
 
 
+def build_adapter(node: Node) -> "Lora | None":
+    """Return the adapter of a config node; None where it names none."""
+    return targets.instantiate(node) if node.get("_target_") else None
+
+
 def _notes_on_parts(
-    model: nn.Module, adapter: adapters.Lora | None, layouts: Mapping[str, bool]
+    model: nn.Module, adapter: "Lora | None", layouts: Mapping[str, bool]
 ) -> list[str]:
     """Note what a model did to its parts, where training and an adapter obey it; return lines for
     the console."""
@@ -393,6 +397,8 @@ def load_weights(model: nn.Module, saved: LoadedCheckpoint, node: Mapping[str, A
             module._buffers[key] = like.clone()
         model.load_state_dict(_unpacked_weights(model, saved), strict=True)
     except (RuntimeError, ValueError, AttributeError) as error:
+        from runner.training.initial_weights import misfit_reason
+
         remedy = _model_remedy(saved, node)
         if any(map(is_converted, model.modules())):
             remedy += " For packed weights take its own precision.ignore_modules, too."
@@ -410,6 +416,8 @@ def _unpacked_weights(model: nn.Module, saved: LoadedCheckpoint) -> Mapping[str,
     weights = saved.content["model"]
     if not saved.content.get("layout") or any(map(is_packed, model.modules())):
         return weights
+    from runner.training.initial_weights import unpack_weights
+
     return unpack_weights(model, weights)
 
 
@@ -454,6 +462,8 @@ def materialize_lazy_layers(
     names = _lazy_layers(model)
     if not names:
         return
+    from runner.training.example_batch import ForecastUnavailable
+
     # The batch may draw random numbers, and the weights of the layers are drawn after it: without
     # the fork the weights would depend on what the data draws.
     with torch.random.fork_rng(devices=[]):
@@ -493,6 +503,12 @@ def materialize_lazy_layers(
             "which they would take their sizes. Give them their sizes (nn.Linear in place of "
             "nn.LazyLinear)."
         )
+
+
+def _random_inputs(spec: RunSpec, device: torch.device) -> Any:
+    from runner.training.example_batch import example_batch
+
+    return example_batch(spec, _EXAMPLES, device)[0]
 
 
 def _lazy_layers(model: nn.Module) -> str:

@@ -13,6 +13,7 @@ from runner.precision import registry
 from runner.precision.layers.te_layers import FusedNormLinear
 from runner.training import adapters
 from runner.training.adapters import Lora
+from runner.training.model import build_adapter
 from runner.training.setup import build_scheduled_optimizers
 
 PARTS = ("weight", "bias")
@@ -179,9 +180,9 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
 
 def test_the_config_makes_one_with_its_values(compose):
     for node in ({}, {"_target_": None}, compose("model=mlp").adapter):
-        assert adapters.build_adapter(node) is None
+        assert build_adapter(node) is None
     spec = compose("model=mlp", "adapter=lora", "adapter.rank=3", "adapter.train=[head]")
-    made = adapters.build_adapter(spec.adapter)
+    made = build_adapter(spec.adapter)
     assert isinstance(made, Lora)
     assert (made.rank, made.alpha, made.dropout, made.modules) == (3, 16.0, 0.0, None)
     assert list(made.train) == ["head"]

@@ -21,16 +21,13 @@ the real steps with its own model, because a second one would find no memory eit
 """
 
 import logging
-import resource
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -54,6 +51,7 @@ from runner.core import (
 )
 from runner.data.loader import Batch
 from runner.data.task_target import build_task
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.memory.memory_tracker import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -206,37 +204,6 @@ def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:
 REAL_STEP_EXAMPLES = (2, 8, 32)
 """Examples of the smaller of two real steps: batch normalisation refuses a single one, and among
 few some experts of a mixture have no token, and so no operators."""
-USABLE_MEMORY_SHARE = 0.8
-"""Share of the free memory that an estimate may use: allocators leave gaps, libraries load late."""
-_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and of version 1
-
-
-def memory_limit(device: torch.device) -> tuple[float, float]:
-    """Return the bytes in use, this run's tensors included, and the tightest limit, in bytes."""
-    if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        # Blocks that this process's allocator holds without a tensor in them can be used again.
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return whole - free - unused, whole
-    memory = psutil.Process().memory_info()
-    # `ulimit -v` limits addresses, not pages that are in memory: it is compared with those.
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        return memory.vms, soft
-    whole = psutil.virtual_memory().total
-    for name in _CGROUPS:
-        with suppress(OSError, ValueError):  # no such file, or "max" in it
-            whole = min(whole, int(Path("/sys/fs/cgroup", name).read_text()))
-    return memory.rss, whole
-
-
-def free_memory(device: torch.device) -> float:
-    """Return the bytes that a run may still take: the tighter of its limit and the machine's."""
-    taken, whole = memory_limit(device)
-    # Of a GPU the driver reports what other processes take, too.
-    if device.type == "cuda":
-        return whole - taken
-    return max(0, min(whole - taken, psutil.virtual_memory().available))
 
 
 def largest_fitting_batch(

@@ -4,17 +4,15 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import torch
 
 from runner.core import Batch, RunContext, RunnerError, TrainState, module_tree, tensor_facts
-from runner.diagnostics.memory.forecast import (
-    USABLE_MEMORY_SHARE,
-    PeakForecast,
-    failed_step_forecast,
-    largest_fitting,
-    memory_limit,
-)
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, memory_limit
+
+if TYPE_CHECKING:
+    from runner.diagnostics.memory.forecast import PeakForecast
 
 # Texts of the allocators that raise a plain RuntimeError.
 _ALLOCATOR_ERRORS = (
@@ -133,6 +131,8 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
         torch.compiler.set_stance("force_eager") if watch.run.spec.train.compile else nullcontext()
     )
     # Whatever fails here, the message about the first failure must still be written.
+    from runner.diagnostics.memory.forecast import failed_step_forecast
+
     with suppress(Exception), eager:
         sample = watch.batch()
         return _fitting_lines(watch, failed_step_forecast(watch.run.spec, state, sample))
@@ -148,11 +148,13 @@ def release_frames(error: BaseException) -> None:
         _ = frame.f_locals
 
 
-def _fitting_lines(watch: MemoryWatch, forecast: PeakForecast) -> list[str]:
+def _fitting_lines(watch: MemoryWatch, forecast: "PeakForecast") -> list[str]:
     """Return the lines of `fitting_settings` by a forecast."""
     _, whole = memory_limit(watch.run.device)
     # The share is of what the run itself may take: the rest is in use whatever is typed.
     usable = watch.other_bytes + USABLE_MEMORY_SHARE * (whole - watch.other_bytes)
+    from runner.diagnostics.memory.forecast import largest_fitting
+
     factors = _size_factors(watch)
 
     def total(size: int, words: str = "") -> float:

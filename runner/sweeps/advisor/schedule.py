@@ -23,12 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.hydra_plugins import register
 from runner.core import ConfigError, RunnerError, RunResult, fmt, metric_names, tensor_facts
-from runner.diagnostics.memory.forecast import (
-    USABLE_MEMORY_SHARE,
-    free_memory,
-    largest_fitting_batch,
-    peak_forecast,
-)
+from runner.diagnostics.memory.forecast import largest_fitting_batch, peak_forecast
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.diagnostics.numerics import read
 from runner.output.console import plain_console
 from runner.sweeps.advisor.advise_command import AdviseCommand

@@ -12,7 +12,7 @@ from bench.memory_plan import measure_peak as measured
 from runner.core.base.tensor_facts import stored_bytes
 from runner.core.config.targets import build_group
 from runner.core.run.run_context import TrainingSetup
-from runner.diagnostics.memory import forecast as forecasts
+from runner.diagnostics.memory import limits
 from runner.diagnostics.memory.forecast import (
     MAX_FORECAST_BATCH_SIZE,
     build_rehearsal,
@@ -248,7 +248,7 @@ def test_it_draws_no_memory(of):
     ("taken", "whole", "available", "free"), [(3, 10, 100, 7), (3, 10, 5, 5), (12, 10, 100, 0)]
 )
 def test_free_is_what_limits_and_other_processes_leave(monkeypatch, taken, whole, available, free):
-    monkeypatch.setattr(forecasts, "memory_limit", lambda device: (taken, whole))
+    monkeypatch.setattr(limits, "memory_limit", lambda device: (taken, whole))
     memory = SimpleNamespace(available=available)
-    monkeypatch.setattr(forecasts.psutil, "virtual_memory", lambda: memory)
-    assert forecasts.free_memory(CPU) == free
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: memory)
+    assert limits.free_memory(CPU) == free
