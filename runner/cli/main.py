@@ -12,7 +12,6 @@ from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 from runner import __version__
 from runner.config.overrides import check_config_dir, config_dir, rewrite_arguments
@@ -28,7 +27,7 @@ from runner.core import (
     torchrun,
 )
 from runner.rooms import install_rooms
-from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep, print_error_once
+from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep, print_error_once, sweep_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +110,7 @@ def _help_text(own_folder: Path | None, topic: str) -> str:
     groups = [f"{group}: {', '.join(sorted(options[group]))}" for group in sorted(options)]
     shown = [shorten(text, 98, placeholder=" ...") for text in groups]
     # Hydra's own help takes six times as long: it lists the groups.
-    text = resources.files("runner.cli").joinpath("help.txt").read_text()
+    text = resources.files(__package__).joinpath("help.txt").read_text()
     return text.format(commands="\n  python -m runner ".join(rows), groups="\n  ".join(shown))
 
 
@@ -143,17 +142,12 @@ def _run_hydra(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
-        module = _sweep_module()
+        module = sweep_module()
         status = module.finish_sweep(status) if module else status
     return status
 
 
-def _sweep_module() -> Any:
-    """Return the module of sweeps if a sweep has imported it, else None: it is slow to import."""
-    return sys.modules.get("runner.sweeps.sweep")
-
-
 def _has_open_sweep() -> bool:
     """Return whether this process runs a sweep, which must be ended before the process exits."""
-    module = _sweep_module()
+    module = sweep_module()
     return module is not None and module.Sweep.current is not None

@@ -58,6 +58,11 @@ def expand_resumed_sweep(argv: Sequence[str]) -> Sequence[str]:
     return expand_resume_command(argv)
 
 
+def sweep_module() -> Any:
+    """Return the module of sweeps if a sweep has imported it, else None: it is slow to import."""
+    return sys.modules.get("runner.sweeps.sweep")
+
+
 def call_hydra(argv: Sequence[str]) -> None:
     """Compose a command with Hydra, and run its job or jobs.
 

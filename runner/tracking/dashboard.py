@@ -231,7 +231,7 @@ def _page() -> dict[str, Any]:
     # - two columns: in MLflow's three the names are truncated; a table needs the whole width;
     # - metrics of which single dips and overflows count are listed as deleted: a line is drawn from
     #   a few hundred of its points, and MLflow generates charts of metrics that are not listed.
-    return json.loads(files("runner.tracking").joinpath("dashboard.json").read_text())
+    return json.loads(files(str(__package__)).joinpath("dashboard.json").read_text())
 
 
 def _axes(card: Mapping[str, Any]) -> set[str]:
