@@ -5,6 +5,7 @@ that train, and products of int8 copies.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -85,14 +86,14 @@ class BitsandbytesPrecision(ConvertingPrecision):
                 "Type accelerator=cpu, or precision=bf16-true.",
             )
         try:
-            from runner.precision.layers import bnb_linear
+            library = import_module("runner.precision.layers.bnb_linear").bnb.cextension.lib
         except ImportError as error:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes, which does not import: {error}.",
                 'Type pip install "bitsandbytes>=0.50".',
             ) from error
         # Without its compiled part, every call of the library raises.
-        if "Mock" in type(bnb_linear.bnb.cextension.lib).__name__:
+        if "Mock" in type(library).__name__:
             raise Unavailable(
                 f"precision={self.name} needs bitsandbytes' own kernels, and its library for "
                 f"{device.type} (CUDA {torch.version.cuda}) does not load.",
