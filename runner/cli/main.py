@@ -110,7 +110,7 @@ def _help_text(own_folder: Path | None, topic: str) -> str:
     groups = [f"{group}: {', '.join(sorted(options[group]))}" for group in sorted(options)]
     shown = [shorten(text, 98, placeholder=" ...") for text in groups]
     # Hydra's own help takes six times as long: it lists the groups.
-    text = resources.files(__package__).joinpath("help.txt").read_text()
+    text = resources.files(str(__package__)).joinpath("help.txt").read_text()
     return text.format(commands="\n  python -m runner ".join(rows), groups="\n  ".join(shown))
 
 
