@@ -142,7 +142,6 @@ def gpu() -> str:
 
 def keys() -> str:
     """Return the table of keys, with the texts of the schema's docstrings."""
-    install_rooms()
     rows = key_rows("", RunSpec())
     for name, kind in Room.all_sections().items():
         if is_dataclass(kind):
@@ -235,6 +234,7 @@ TABLES = {
 
 def render(text: str) -> str:
     """Return a page with new tables between each `<!-- table:NAME -->` and its `<!-- end -->`."""
+    install_rooms()
     for name, make in TABLES.items():
         start, end = f"<!-- table:{name} -->", "<!-- end -->"
         if start in text:

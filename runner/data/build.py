@@ -323,6 +323,23 @@ def build_run_loaders(
     return RunLoaders(train, in_order(data.validation), in_order(data.test))
 
 
+def first_inputs(spec: RunSpec, loaders: RunLoaders | None = None) -> Any:
+    """Return the inputs of the first two examples of a training, on the CPU.
+
+    Args:
+        spec: of the run.
+        loaders: of its data sets; None loads these.
+    """
+    if loaders is None:
+        data = build_data(spec).train_and_val()
+    else:
+        data = RunData(loaders.train.dataset, {"": loaders.val.dataset}, {})
+    # No workers for two examples, and no data set moved to the device.
+    few = replace(spec.train, batch_size=2, num_workers=0, data_on_device=False)
+    loader = build_run_loaders(replace(spec, train=few), data, torch.device("cpu")).train
+    return next(loader.epoch(0))[0]
+
+
 def _collator(spec: RunSpec) -> Collator | None:
     """Return what data.collate names; None where examples are stacked."""
     value = spec.data.get("collate")

@@ -80,7 +80,6 @@ from runner.precision import registry
 from runner.tracking import locate
 from runner.tracking.history import from_folder
 from runner.training.compile import check_compile_options, prepare_model
-from runner.training.example_batch import ForecastUnavailable
 from runner.training.model import ModelBuilder, restore_precision_state, restoring_builder
 from runner.training.state_dict import checkpoint_state_dict
 
@@ -235,8 +234,7 @@ class _Comparison:
             random_streams.seed_all(run.spec.seed)
             # No forward follows that would refuse what experts there may be.
             finding = ConversionPlan(finds_experts=True)
-            with suppress(ForecastUnavailable):  # no shape is known of the inputs of lazy layers
-                ModelBuilder(run.spec, run.precision).build(run.device, finding)
+            ModelBuilder(run.spec, run.precision).build(run.device, finding)
         reach = partial(states_before, spec, device=device, say=run.say, compiles=True)
         for reached in reach(steps, start):
             yield self._compare(reached)

@@ -102,7 +102,7 @@ def evaluate_checkpoint(run: RunContext, saved: LoadedCheckpoint) -> run_context
         source = f"train.ema={decay:g}" if decay else "of the optimizer's eval()"
         run.say(f"evaluates the averaged weights ({source})")
         saved = saved._replace(content=with_averaged_weights(saved.content))
-    make = restoring_builder(spec, run.precision, saved)
+    make = restoring_builder(spec, run.precision, saved, loaders)
     built = build_proven_model(run.setup, make, lambda: next(validation.epoch(0))[0], saved)
     check_compile_options(spec, run.precision, run.device, built.model)
     with run.precision.session(built.model, run.device):

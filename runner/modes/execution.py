@@ -30,6 +30,7 @@ from runner.core import (
     run_context,
     secrets,
 )
+from runner.data.build import RunLoaders
 from runner.data.loader import restored_random_state
 from runner.precision.casting import CastCacheWatch
 from runner.precision.conversion_proof import prove_model
@@ -70,7 +71,9 @@ def build_execution(
 
 
 def starting_model(
-    setup: run_context.TrainingSetup, resumed: LoadedCheckpoint | None = None
+    setup: run_context.TrainingSetup,
+    resumed: LoadedCheckpoint | None = None,
+    loaders: RunLoaders | None = None,
 ) -> ModelBuilder:
     """Return the builder of the model that training starts from.
 
@@ -78,6 +81,7 @@ def starting_model(
         setup: its spec's model, adapter and init sections are read.
         resumed: a checkpoint whose weights, packing and adapter are restored exactly as they were;
             None starts from init.weights, or from seeded weights.
+        loaders: of the run's data sets, if they are loaded.
 
     Raises:
         ConfigError: init.weights names no checkpoint.
@@ -85,7 +89,7 @@ def starting_model(
     # The model may be built twice, see build_proven_model; the checkpoint is read once, here.
     start = resumed or read_initial_weights(setup.spec)
     exact = resumed is not None
-    return ModelBuilder(setup.spec, setup.precision, start, restore_exactly=exact)
+    return ModelBuilder(setup.spec, setup.precision, start, exact, loaders)
 
 
 def build_proven_model(
@@ -106,15 +110,13 @@ def build_proven_model(
         ConfigError: the model cannot compute in the precision as it was converted.
     """
     precision = setup.precision
-    inputs = restored_random_state()(inputs)
-    builder = replace(make, inputs=inputs)
     plan = ConversionPlan(finds_experts=True)
     is_rebuilt = False
     while True:
         if setup.strategy.shards:
-            built = builder.build_sharded(plan, setup.strategy, setup.device)
+            built = make.build_sharded(plan, setup.strategy, setup.device)
         else:
-            built = builder.build(setup.device, plan)
+            built = make.build(setup.device, plan)
         # Once shards have their values: on the meta device nothing could be restored.
         if saved is not None:
             restore_precision_state(built.model, precision, saved)
@@ -122,7 +124,7 @@ def build_proven_model(
             built.model,
             built.report,
             built.plan,
-            inputs,
+            restored_random_state()(inputs),
             partial(_completes_forward, setup, built.model),
             setup.strategy,
             has_label=setup.task.passes_target,

@@ -56,20 +56,23 @@ def explain(run: RunContext) -> None:
     device = run.device
     prepare_process(run)
     data = build_data(spec).train_and_val()
-    train_loader = build_run_loaders(spec, data, device).train
-    with closing(train_loader):
-        batch = next(train_loader.epoch(0))
+    loaders = build_run_loaders(spec, data, device)
+    with closing(loaders):
+        batch = next(loaders.train.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
         random_streams.seed_all(spec.seed)
         # In one process, whatever the strategy.
         setup = run_context.TrainingSetup(spec, run.precision, run.task, device)
-        built, state = build_execution(setup, starting_model(setup), lambda: batch[0])
+        built, state = build_execution(
+            setup, starting_model(setup, None, loaders), lambda: batch[0]
+        )
+        run.begin_steps(state)
         modules = dict(built.model.named_modules())
         snapshots: list[NumericsSnapshot] = []
         # A pattern selects the modules inside those that it names, too.
         names = module_tree.select_modules("explain", [pattern], modules)
         with precision.session(built.model, device):
-            try_batch(run, state, train_loader, says_layout=False)
+            try_batch(run, state, loaders.train, says_layout=False)
             prepare_model(spec, precision, device, built.model)
             # A training step without its update.
             has_experts = bool(stack_names(built.model))

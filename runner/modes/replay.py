@@ -311,6 +311,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
     # In one process, whatever the strategy.
     setup = run_context.TrainingSetup(spec, precision, run.task, device)
     built, state = build_execution(setup, make, lambda: start.batches[0][0])
+    run.begin_steps(state)
     if start.rng is not None:
         # So that dropout draws what it drew in the step.
         random_streams.set_rng_state(start.rng, device)
@@ -533,7 +534,7 @@ def states_before(
     trained = planned if start is not None or last > 1 else None
     setup = run_context.TrainingSetup(spec, precision, task, device)
     built, state = build_execution(
-        setup, starting_model(setup, start), lambda: next(loaders.val.epoch(0))[0], trained
+        setup, starting_model(setup, start, loaders), lambda: next(loaders.val.epoch(0))[0], trained
     )
     with precision.session(built.model, device):
         if compiles:

@@ -3,7 +3,7 @@
 The tracker is open already; run.py closes it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -16,7 +16,6 @@ from runner.core import (
     ConfigError,
     LoadedCheckpoint,
     RunContext,
-    RunnerError,
     RunResult,
     TrainState,
     errors,
@@ -30,7 +29,6 @@ from runner.core import (
 )
 from runner.data.build import RunLoaders
 from runner.data.splits import set_labels
-from runner.data.stream_loader import DatasetLoader
 from runner.diagnostics.data_checks import checked_losses
 from runner.modes.execution import build_proven_model, build_result, starting_model
 from runner.modes.startup import (
@@ -43,6 +41,7 @@ from runner.modes.startup import (
     watched_casts,
 )
 from runner.modes.training_callbacks import TrainingCallbacks
+from runner.modes.training_errors import TrainingErrors
 from runner.modes.training_outputs import (
     FirstStep,
     check_model_folders,
@@ -84,7 +83,7 @@ def train(run: RunContext, resumed: LoadedCheckpoint | None) -> run_context.RunO
     with run.signals.interruptible():
         loaders = prepare_loaders(run, resumed)
         loaders.train.start = starting_point(resumed)
-        make = starting_model(run.setup, resumed)
+        make = starting_model(run.setup, resumed, loaders)
         built = build_proven_model(run.setup, make, lambda: next(loaders.val.epoch(0))[0])
         check_compile_options(spec, run.precision, run.device, built.model)
         check_model_folders(run, built.model)
@@ -190,7 +189,7 @@ def _train_loop(
     hook_error = None
     try:
         evaluated = set_labels("val", loaders.validation)
-        with _explained(run, state, loaders.train, evaluated):
+        with TrainingErrors(run, state, loaders.train, evaluated).explain():
             for record in records:
                 callbacks.dispatch(record)
                 if callbacks.should_stop():
@@ -209,24 +208,6 @@ def _train_loop(
     return callbacks
 
 
-@contextmanager
-def _explained(
-    run: RunContext, state: TrainState, train: DatasetLoader, evaluated: Mapping[str, DatasetLoader]
-) -> Iterator[None]:
-    """Return the context of the loop or an evaluation, in which known errors are explained; see
-    TrainingErrors."""
-    start_step = state.step
-    try:
-        yield
-    except RunnerError:
-        raise  # its message says already what to change
-    except Exception as error:
-        # Explanations are imported where there is something to explain.
-        from runner.modes.training_errors import TrainingErrors
-
-        TrainingErrors(run, state, train, evaluated).raise_explained(error, start_step)
-
-
 def _test_metrics(
     run: RunContext, state: TrainState, loaders: RunLoaders, hook: "EvaluationHook | None"
 ) -> dict[str, float]:
@@ -240,7 +221,7 @@ def _test_metrics(
         return {}
     evaluated = set_labels("test", loaders.test)
     try:
-        with _explained(run, state, loaders.train, evaluated):
+        with TrainingErrors(run, state, loaders.train, evaluated).explain():
             metrics = training_loop.evaluate_sets(
                 "test", state, loaders.test, run.stop_requested, hook
             )

@@ -6,7 +6,7 @@ training/callbacks/guard.py.
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from runner.core import (
     ConfigError,
     RunContext,
+    RunnerError,
     TrainState,
     errors,
     fmt,
@@ -39,8 +40,6 @@ from runner.data.workers import (
     worker_message,
 )
 from runner.diagnostics.data_checks import label_problem
-from runner.diagnostics.saved_batch import save_batch
-from runner.modes.error_rules import Failure, precision_advice
 
 # Texts of PyTorch's errors: a backward without a gradient; labels and tokens out of range, in the
 # loss, in an embedding on a CPU, and in either of them on a GPU.
@@ -81,12 +80,9 @@ class TrainingErrors:
     train: DatasetLoader
     evaluated: Mapping[str, DatasetLoader]
 
-    def raise_explained(self, error: Exception, start_step: int) -> NoReturn:
-        """Raise what explains an error; a traceback goes to error.txt.
-
-        Args:
-            error: what was raised.
-            start_step: optimizer steps before the loop began.
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Return the context in which known errors are explained; a traceback goes to error.txt.
 
         Raises:
             DataError: in place of what the data causes.
@@ -94,13 +90,19 @@ class TrainingErrors:
                 step.
             ModelError: in place of what the settings cause after steps have been trained.
         """
+        start_step = self.state.step
         try:
-            self._raise(error, start_step)
-        except RuntimeError as later:
-            # torch reports a dead loading process wherever the main thread is, here as well.
-            if later is error or not is_process_death(later):
-                raise
-            self._raise(later, start_step)
+            yield
+        except RunnerError:
+            raise  # its message says already what to change
+        except Exception as error:
+            try:
+                self._raise(error, start_step)
+            except RuntimeError as later:
+                # torch reports a dead loading process wherever the main thread is, here as well.
+                if later is error or not is_process_death(later):
+                    raise
+                self._raise(later, start_step)
 
     def _raise(self, error: Exception, start_step: int) -> NoReturn:
         """Raise what explains an error, or the error itself.
@@ -109,6 +111,8 @@ class TrainingErrors:
             error: what was raised.
             start_step: optimizer steps before the loop began.
         """
+        from runner.modes.error_rules import Failure, precision_advice
+
         run = self.run
         state = self.state
         run.signals.check()  # an interrupt reaches the processes that load data, too
@@ -190,6 +194,8 @@ class TrainingErrors:
 
     def _explain_data_error(self, error: Exception) -> str | None:
         """Return what an error of the loop means; None for one that the data does not cause."""
+        from runner.diagnostics.saved_batch import save_batch
+
         run = self.run
         training = self.state.model.training
         step = self.state.step

@@ -11,10 +11,9 @@ one whole model at most.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
 from itertools import chain
 from pickle import UnpicklingError
@@ -31,6 +30,7 @@ from runner.core import (
     ConversionPlan,
     ConversionReport,
     LoadedCheckpoint,
+    Mode,
     Precision,
     RunnerError,
     RunSpec,
@@ -43,6 +43,8 @@ from runner.core import (
     tensor_facts,
     terminal,
 )
+from runner.data.build import RunLoaders, first_inputs
+from runner.data.loader import restored_random_state
 from runner.precision import casting
 from runner.precision.casting import DefaultDtype, cast_floats, cast_nest, cast_tensor
 from runner.precision.conversion import is_converted
@@ -93,15 +95,15 @@ class ModelBuilder:
         precision: converts the model.
         start: a checkpoint to take the weights from; None for seeded ones.
         restore_exactly: the model is the one that was saved, with its adapter and packed weights.
-        inputs: returns inputs of a batch, for lazy layers; None makes some in the shapes of
-            data.meta.
+        loaders: of the run's data sets, whose first examples give lazy layers their sizes; None
+            loads the data where there are such layers. A mode without data makes random examples.
     """
 
     spec: RunSpec
     precision: Precision
     start: LoadedCheckpoint | None = None
     restore_exactly: bool = False
-    inputs: Callable[[], Any] | None = None
+    loaders: RunLoaders | None = None
 
     def build(self, device: torch.device, plan: ConversionPlan = ConversionPlan()) -> BuiltModel:
         """Build the model with its seeded weights, converted and on its device.
@@ -221,15 +223,17 @@ class ModelBuilder:
         spec = self.spec
         low_memory = spec.init.low_memory
         made_on = device if low_memory or device.type == "meta" else _CPU
-        dtype = DefaultDtype(self.precision.storage) if low_memory else nullcontext()
-        # The CPU is torch's default; its context would cost each constructor of a tensor time.
-        place = nullcontext() if made_on == _CPU else made_on
-        with dtype, place:
-            with safe_loading(spec.model):
-                model = targets.build_group("model", spec.model)
-            if isinstance(model, nn.Module):
-                inputs = self.inputs or partial(_random_inputs, spec, made_on)
-                materialize_lazy_layers(model, made_on, inputs)
+
+        @contextmanager
+        def makes_parameters() -> Iterator[None]:
+            dtype = DefaultDtype(self.precision.storage) if low_memory else nullcontext()
+            # The CPU is torch's default; its context would cost each constructor of a tensor time.
+            place = nullcontext() if made_on == _CPU else made_on
+            with dtype, place:
+                yield
+
+        with makes_parameters(), safe_loading(spec.model):
+            model = targets.build_group("model", spec.model)
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
             raise ConfigError(
@@ -239,7 +243,30 @@ class ModelBuilder:
             # torch leaves the copies trainable, and nothing computes a gradient of an average.
             if isinstance(module, AveragedModel):
                 module.requires_grad_(False)
+        names = lazy_layers(model)
+        if names:
+            inputs = self._example(names, made_on)
+            with makes_parameters():
+                materialize_lazy_layers(model, made_on, inputs)
         return model
+
+    def _example(self, names: str, device: torch.device) -> Any:
+        """Return the inputs of a few examples, for lazy layers, on the device."""
+        if Mode.named(self.spec.mode).needs_data:
+            # The weights must not depend on what the data draw.
+            with restored_random_state():
+                inputs = first_inputs(self.spec, self.loaders)
+            return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+        from runner.training.example_batch import ForecastUnavailable, example_batch
+
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return example_batch(self.spec, _EXAMPLES, device)[0]
+        except ForecastUnavailable as error:
+            raise ConfigError(
+                f"model: the lazy layers {names} take their sizes from an example: {error} Type "
+                "data.meta.input and data.meta.classes, or give these layers their sizes."
+            ) from error
 
     def _load_plain(self, model: nn.Module, saved: LoadedCheckpoint) -> "InitialWeights | None":
         """Load a checkpoint into a plain model; its adapter is merged into the weights."""
@@ -300,7 +327,9 @@ class ModelBuilder:
         return load_selected(model, weights, self.spec, saved.source)
 
 
-def restoring_builder(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> ModelBuilder:
+def restoring_builder(
+    spec: RunSpec, precision: Precision, saved: LoadedCheckpoint, loaders: RunLoaders | None = None
+) -> ModelBuilder:
     """Return the builder of a model with a checkpoint's weights, whatever precision they were
     trained in.
 
@@ -310,7 +339,8 @@ def restoring_builder(spec: RunSpec, precision: Precision, saved: LoadedCheckpoi
     merged into the weights.
     """
     exact = keeps_adapter(spec, precision, saved)
-    return ModelBuilder(spec if exact else replace(spec, adapter={}), precision, saved, exact)
+    spec = spec if exact else replace(spec, adapter={})
+    return ModelBuilder(spec, precision, saved, exact, loaders)
 
 
 def _fits_as_saved(spec: RunSpec, precision: Precision, saved: LoadedCheckpoint) -> bool:
@@ -442,53 +472,33 @@ def _model_remedy(saved: LoadedCheckpoint, node: Node) -> str:
     )
 
 
-def materialize_lazy_layers(
-    model: nn.Module, device: torch.device, inputs: Callable[[], Any]
-) -> None:
+def materialize_lazy_layers(model: nn.Module, device: torch.device, inputs: Any) -> None:
     """Make the parameters of a model's lazy layers by one forward in evaluation mode.
-
-    A model without such layers is not changed, and computes nothing.
 
     Args:
         model: not converted yet; changed in place.
         device: where its parameters are.
-        inputs: returns inputs of a batch.
+        inputs: of a few examples, on the device.
 
     Raises:
         ConfigError: the forward fails or does not reach every lazy layer.
-        ForecastUnavailable: data.meta, from which the inputs are to be made, gives no shapes.
         NotImplementedError: the forward fails on the meta device.
     """
-    names = _lazy_layers(model)
-    if not names:
-        return
-    from runner.training.example_batch import ForecastUnavailable
-
-    # The batch may draw random numbers, and the weights of the layers are drawn after it: without
-    # the fork the weights would depend on what the data draws.
-    with torch.random.fork_rng(devices=[]):
-        try:
-            batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs())
-        except ForecastUnavailable as error:
-            raise ForecastUnavailable(
-                f"model: the lazy layers {names} take their sizes from an example: {error} Type "
-                "data.meta.input and data.meta.classes, or give these layers their sizes."
-            ) from error
     dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
-    batch = cast_nest(batch, dtypes[0] if dtypes else torch.get_default_dtype())
+    inputs = cast_nest(inputs, dtypes[0] if dtypes else torch.get_default_dtype())
     modes = {module: module.training for module in model.modules()}
     model.eval()  # in which norms keep their statistics
     try:
         with torch.no_grad():
-            model_call.call_model(model, batch)
+            model_call.call_model(model, inputs)
     except RunnerError:
         raise
     except Exception as error:
         if device.type == "meta":
             raise NotImplementedError("lazy layers of this model need real numbers") from error
-        shape = list(getattr(batch, "shape", [])) or type(batch).__name__
+        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
         raise ConfigError(
-            f"model: the lazy layers {_lazy_layers(model)} take their sizes from a first forward, "
+            f"model: the lazy layers {lazy_layers(model)} take their sizes from a first forward, "
             f"which fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
             "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
             "examples the model takes."
@@ -496,7 +506,7 @@ def materialize_lazy_layers(
     finally:
         for module, training in modes.items():
             module.training = training
-    names = _lazy_layers(model)
+    names = lazy_layers(model)
     if names:
         raise ConfigError(
             f"model: the lazy layers {names} are not called by a forward in evaluation mode, from "
@@ -505,13 +515,7 @@ def materialize_lazy_layers(
         )
 
 
-def _random_inputs(spec: RunSpec, device: torch.device) -> Any:
-    from runner.training.example_batch import example_batch
-
-    return example_batch(spec, _EXAMPLES, device)[0]
-
-
-def _lazy_layers(model: nn.Module) -> str:
+def lazy_layers(model: nn.Module) -> str:
     """Return the names of the layers that are still lazy, three at most; empty without any."""
     lazy = []
     for name, module in model.named_modules():

@@ -1,17 +1,14 @@
 """Lazy layers: every precision starts from the same numbers, and no place meets an empty layer."""
 
-from functools import partial
-
 import pytest
 import torch
 from precision_models import CPU, load_precision
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from runner.core import RunnerError
+from runner.core.base.errors import ConfigError
 from runner.core.config.schema import InitSpec, RunSpec
 from runner.data.build import build_data, build_run_loaders
-from runner.data.loader import restored_random_state
 from runner.diagnostics.memory.forecast import peak_forecast
 from runner.precision import registry
 from runner.training.model import ModelBuilder
@@ -89,13 +86,7 @@ def make_spec(model="Lazy", data="images", meta=META, **changes):
 
 def make(name, spec=None):
     torch.manual_seed(0)
-    spec = spec or make_spec()
-    inputs = None if spec.mode == "plan" else restored_random_state()(partial(first_inputs, spec))
-    return ModelBuilder(spec, load_precision(name), inputs=inputs).build(CPU)
-
-
-def first_inputs(spec):
-    return next(build_run_loaders(spec, build_data(spec), CPU).val.epoch(0))[0]
+    return ModelBuilder(spec or make_spec(), load_precision(name)).build(CPU)
 
 
 PACKED = [name for name in registry.precision_names() if registry.load_precision(name).freezes]
@@ -139,6 +130,17 @@ def test_inputs_of_any_shape_come_from_the_data():
     assert make("bf16-true", make_spec("Named", "dicts", None)).model.head.in_features == 192
 
 
+def test_a_run_reads_the_data_that_it_has_loaded(monkeypatch):
+    loaders = build_run_loaders(make_spec(), build_data(make_spec()), CPU)
+    wanted = make("bf16-true").model
+    monkeypatch.setattr(f"{__name__}.images", pytest.fail)
+    torch.manual_seed(0)
+    model = ModelBuilder(make_spec(), load_precision("bf16-true"), loaders=loaders).build(CPU).model
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), wanted.parameters(), strict=True)
+    )
+
+
 @pytest.mark.parametrize("name", ["32-true", "bf16-true", "bnb-nf4"])
 def test_a_plan_knows_the_shapes_and_the_peak(name):
     spec, precision = make_spec(mode="plan"), registry.load_precision(name)
@@ -172,10 +174,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_materialized_is_one_message(case):
     changes, message = REFUSED[case]
-    with pytest.raises(RunnerError, match=message) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         make("32-true", make_spec(**changes))
     assert error.value.exit_status == 2
     if changes.get("mode") == "plan":
         float32 = registry.load_precision("32-true")
-        with pytest.raises(RunnerError, match=message):
+        with pytest.raises(ConfigError, match=message):
             ModelBuilder(make_spec(**changes), float32).build_on_meta()

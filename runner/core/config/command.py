@@ -25,8 +25,8 @@ class Command:
         description: for the help of the command and docs/commands.md.
         run: runs the command on its words that are no options and on the value of each typed
             option by its key, and returns the exit status. It imports what it needs when it is
-            called: the command line reads commands before torch is imported. None for a command
-            that is short for a run in the mode of its name, whose keys Hydra parses.
+            called: the command line reads commands before torch is imported. None for
+            `explain`, which config/overrides.py makes a run in the mode of its name.
         options: meaning of each argument with a value, by the argument as it is typed:
             `key=<value>`, or a flag as `--key <value>`.
         short: the flag that another spelling stands for.

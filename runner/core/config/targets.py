@@ -218,7 +218,7 @@ def check_targets(spec: RunSpec) -> list[str]:
                 f"{key}._partial_=true would give a function of {node['_target_']}. Leave it out."
             )
         passed = node
-        if not key.startswith("task."):
+        if not key.startswith(("task.", "data.")):
             # A target that does not import, or is no path, is reported as such.
             with suppress(ConfigError, AttributeError, TypeError):
                 passed = without_runner_keys(key.partition(".")[0], node)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -90,6 +90,7 @@ class RunContext(RunOutput):
         strategy: how several processes share the work.
         user_callbacks: the user's callbacks, by their names; empty in other processes than the
             main one.
+        watches: of the rooms, which are told of the run's state; none after its mode has run.
     """
 
     spec: RunSpec
@@ -100,11 +101,7 @@ class RunContext(RunOutput):
     signals: StopSignals
     strategy: Strategy
     user_callbacks: Mapping[str, RunCallback] = field(default_factory=dict)
-
-    @cached_property
-    def watches(self) -> list[RunWatch]:
-        """Return what the rooms have watch the run."""
-        return [room.watch(self) for room in Room.installed if room.watch is not None]
+    watches: list[RunWatch] = field(default_factory=list, init=False, repr=False)
 
     def begin_steps(self, state: TrainState, batch: Callable[[], Batch] | None = None) -> None:
         """Tell the watches of the state that is about to run its first step."""
@@ -115,6 +112,8 @@ class RunContext(RunOutput):
     def explained(self) -> Iterator[None]:
         """Return a context in which an error is raised as the first watch that knows it explains
         it."""
+        # They are made before anything can fail: what they import may not be readable then.
+        self.watches.extend(room.watch(self) for room in Room.installed if room.watch)
         try:
             yield
         except Exception as error:
@@ -123,6 +122,8 @@ class RunContext(RunOutput):
                 if explained is not None:
                     raise explained from error
             raise
+        finally:
+            self.watches.clear()
 
     @property
     def mode(self) -> Mode:

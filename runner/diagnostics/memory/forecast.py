@@ -63,7 +63,7 @@ from runner.precision.forward_watch import ForwardWatch
 from runner.precision.layers.experts import own_stacks, possible_stacks
 from runner.training.compile import prepare_model
 from runner.training.example_batch import ForecastUnavailable, example_batch
-from runner.training.model import META_DEVICE, ModelBuilder, materialize_lazy_layers
+from runner.training.model import META_DEVICE, ModelBuilder, lazy_layers, materialize_lazy_layers
 from runner.training.setup import build_state
 
 MAX_FORECAST_BATCH_SIZE = 2**16
@@ -141,7 +141,7 @@ def build_rehearsal(
     tensors = FakeTensorMode(allow_non_fake_inputs=True) if fake else _REAL
     # In float32 before it is converted, and on the CPU: for another device it does not count.
     making = MemoryTracker(kind=WEIGHTS)
-    builder = ModelBuilder(spec, precision, inputs=lambda: micro_batches(2)[0][0])
+    builder = ModelBuilder(spec, precision)
     with making if device.type == "cpu" else nullcontext():
         if fake:
             built = builder.build_on_meta(plan)
@@ -263,8 +263,7 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> C
         if candidates and fits:
             inputs, _ = example_batch(spec, 2, device)
             finding = ConversionPlan(finds_experts=True)
-            builder = ModelBuilder(spec, precision, inputs=lambda: inputs)
-            model = builder.build(device, finding).model.eval()
+            model = ModelBuilder(spec, precision).build(device, finding).model.eval()
             session = precision.session(model, device)
             with session, precision.forward(device), ForwardWatch(model, {}) as watch:
                 model_call.call_model(model, precision.cast(inputs))
@@ -315,7 +314,9 @@ def peak_forecast(
         # A model that reads its own values cannot be built without memory: it is not refused.
         with suppress(NotImplementedError, RuntimeError), META_DEVICE:
             model = targets.build_group("model", spec.model)
-            materialize_lazy_layers(model, META_DEVICE, lambda: micro_batches(2)[0][0])
+            if lazy_layers(model):
+                inputs, _ = example_batch(spec, 2, META_DEVICE)
+                materialize_lazy_layers(model, META_DEVICE, inputs)
             size = tensor_facts.float32_bytes(model)
         # Weights, gradients and two averages in float32; where most weights are frozen, the weights
         # alone, before they are packed.

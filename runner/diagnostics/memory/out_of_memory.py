@@ -131,9 +131,9 @@ def fitting_settings(watch: MemoryWatch, error: BaseException) -> list[str]:
         torch.compiler.set_stance("force_eager") if watch.run.spec.train.compile else nullcontext()
     )
     # Whatever fails here, the message about the first failure must still be written.
-    from runner.diagnostics.memory.forecast import failed_step_forecast
-
     with suppress(Exception), eager:
+        from runner.diagnostics.memory.forecast import failed_step_forecast
+
         sample = watch.batch()
         return _fitting_lines(watch, failed_step_forecast(watch.run.spec, state, sample))
     return []
