@@ -27,7 +27,7 @@ def spec(compose):
     return compose()
 
 
-@pytest.mark.parametrize("key", ["shuffle", "meta", "match"])
+@pytest.mark.parametrize("key", ["shuffle", "meta", "match", "collate", "sampler"])
 def test_a_node_below_a_group_takes_no_key_of_the_group(spec, key):
     sampler = {"_target_": "torch.utils.data.SequentialSampler", key: 1}
     problems = check_targets(replace(spec, data={**spec.data, "sampler": sampler}))
