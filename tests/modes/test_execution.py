@@ -3,6 +3,7 @@
 import random
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -206,7 +207,7 @@ def built(precision, model):
 
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     setup = TrainingSetup(RunSpec(), precision, Regression(), CPU)
-    return build_proven_model(setup, make, lambda: x)
+    return build_proven_model(setup, SimpleNamespace(build=make), lambda: x)
 
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "transformer-engine"])
@@ -330,5 +331,5 @@ def test_what_is_computed_again_casts_changed_weights_at_each_use(net, caches):
     def make(device, plan):
         return BuiltModel(net(), ConversionReport(), 0, plan=plan)
 
-    _, state = build_execution(setup, make, lambda: torch.ones(2, 4))
+    _, state = build_execution(setup, SimpleNamespace(build=make), lambda: torch.ones(2, 4))
     assert state.plan.caches_casts is caches

@@ -1,6 +1,7 @@
 """What stays wider than a precision stores, as docs/precisions.md#what-is-cast says."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def proven(name, model, inputs, task=None, **options):
     def make(device, plan):
         return BuiltModel(*precision.convert(model(), device, plan), 0, plan=plan)
 
-    built = build_proven_model(setup, make, lambda: inputs)
+    built = build_proven_model(setup, SimpleNamespace(build=make), lambda: inputs)
     return precision, built, "\n".join(built.report.lines())
 
 

@@ -3,6 +3,8 @@
 tests/real_models/test_every_precision.py shows so for whole runs of more architectures.
 """
 
+from types import SimpleNamespace
+
 import architectures
 import pytest
 import torch
@@ -76,7 +78,7 @@ def build_proven(name, make_model, x, adapter=None):
         return BuiltModel(model, report, 0, plan=plan)
 
     setup = TrainingSetup(RunSpec(), precision, Regression(), CPU)
-    return precision, build_proven_model(setup, build, lambda: x)
+    return precision, build_proven_model(setup, SimpleNamespace(build=build), lambda: x)
 
 
 def names_of_called_layers(model, precision, x):
