@@ -191,14 +191,15 @@ def _leaves_line(config: DictConfig) -> bool:
 def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) -> "RunResult":
     """Resolve a job's config and run it; a job that is finished already returns its result."""
     settings = HydraConfig.get()
-    name = terminal.one_line(" ".join(job_overrides())) if sweeping else ""
-    if sweeping and not leaves_line:
-        print(f"\njob {settings.job.num}: {name}", flush=True)
     caveat = ""
-    if sweeping and not _is_trial():
-        use_sweep_time()
-        remove_keys(config, keys_left_out_of_job())
-        caveat = _raise_eps(config, name)
+    if sweeping:
+        name = terminal.one_line(" ".join(job_overrides()))
+        if not leaves_line:
+            print(f"\njob {settings.job.num}: {name}", flush=True)
+        if not _is_trial():
+            use_sweep_time()
+            remove_keys(config, keys_left_out_of_job())
+            caveat = _raise_eps(config, name)
     finished = _finished_before(config, folder, sweeping)
     if finished:
         # The other processes find the result, too, and leave.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -155,6 +155,16 @@ def keys_left_out_of_job() -> list[str]:
     return [key for name, _, key in pairs if name == precision]
 
 
+def typed_config_dir(hydra: Any) -> Path | None:
+    """Return the folder that --config-dir names, None without it.
+
+    Args:
+        hydra: the node of Hydra's in a composed config.
+    """
+    sources = hydra.runtime.config_sources
+    return next((Path(s.path) for s in sources if s.provider == "command-line"), None)
+
+
 def job_invocation(sweeping: bool) -> Invocation:
     """Return where the config of HydraConfig's job comes from.
 
@@ -164,9 +174,9 @@ def job_invocation(sweeping: bool) -> Invocation:
     hydra = HydraConfig.get()
     choices = {str(k): str(v) for k, v in hydra.runtime.choices.items() if v}
     overrides = job_overrides()
-    sources = hydra.runtime.config_sources
-    folders = (os.path.relpath(s.path) for s in sources if s.provider == "command-line")
-    invocation = Invocation(choices, overrides, config_dir=next(folders, None), given=given_keys())
+    folder = typed_config_dir(hydra)
+    config_dir = os.path.relpath(folder) if folder else None
+    invocation = Invocation(choices, overrides, config_dir=config_dir, given=given_keys())
     if not sweeping:
         return invocation
     sweep = Manifest.read(Path(hydra.sweep.dir))

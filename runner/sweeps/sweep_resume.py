@@ -109,28 +109,30 @@ def _with_lists(command: Sequence[str], lists: Sequence[str], folder: Path) -> l
             f"{lists[0]}: lists cannot get longer in a sweep with {fixing}. Start a new sweep; "
             "runner report <A> <B> reports both."
         )
+    # Of two words for a key Hydra takes the last one.
+    places = {fmt.override_key(text): i for i, text in enumerate(words)}
     for word in map(as_typed, rewrite_arguments(lists)):
         key = fmt.override_key(word)
-        places = [i for i, text in enumerate(words) if fmt.override_key(text) == key]
-        if word.startswith(_SEED) and not places:
+        if word.startswith(_SEED) and key not in places:
             seeds = {result.seed for result in read_results(folder)} - {None}
             if len(seeds) == 1:
+                places[key] = len(words)
                 words.append(f"{_SEED}{seeds.pop()}")
-                places = [-1]
-        if not places:
+        if key not in places:
             raise ConfigError(
                 f"{word}: the sweep's command does not set {key}. Only its own lists may get "
                 "longer; another key is a new sweep, and runner report <A> <B> reports both."
             )
-        known = _listed_values(words[places[-1]])
+        former = words[places[key]]
+        known = _listed_values(former)
         new = _listed_values(word)
         if not {*known} <= {*new}:
             longer = ",".join(dict.fromkeys([*known, *new]))
             raise ConfigError(
-                f"{word}: the sweep has {words[places[-1]]}, and a list may only get longer. Type "
+                f"{word}: the sweep has {former}, and a list may only get longer. Type "
                 f"{key}={longer}."
             )
-        words[places[-1]] = word
+        words[places[key]] = word
     return words
 
 
@@ -177,8 +179,9 @@ def resumed_numbers(
         numbers: numbers that the jobs have together.
     """
     # A job whose result cannot be read has no overrides.
-    ended = [result for result in read_results(folder) if result.overrides]
-    results = {int(Path(result.folder).name): result for result in ended}
+    results: dict[int | None, RunResult] = {
+        int(Path(result.folder).name): result for result in read_results(folder) if result.overrides
+    }
     resumed: list[int | None] = []
     for words in jobs:
         texts = _settings([*map(as_typed, words)])
@@ -186,8 +189,7 @@ def resumed_numbers(
         known = (n for n in numbers if n in results and _settings_of(results[n], texts) <= texts)
         number = next(known, None)
         resumed.append(number)
-        if number is not None:
-            del results[number]
+        results.pop(number, None)
     free = (number for number in numbers if number not in resumed)
     return [next(free) if number is None else number for number in resumed]
 

@@ -36,6 +36,7 @@ from runner.precision.registry import (
     supported_precisions,
 )
 from runner.sweeps.hydra_callback import OWN_LAUNCHERS
+from runner.sweeps.manifest import typed_config_dir
 from runner.sweeps.report.load import (
     existing_store,
     find_parent_run,
@@ -82,12 +83,19 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> l
         ConfigError: there is no such run or sweep, or it is no baseline of this command.
         TrackingError: the store does not answer.
     """
-    jobs = [job for job in _read_jobs(name, spec) if job.result.outcome == "finished"]
-    precision = _chosen_precision(name, [job.result.precision for job in jobs], judged)
-    jobs = [job for job in jobs if job.result.precision == precision]
-    results = [job.result for job in jobs]
-    seeds = [result.seed for result in results]
-    if len(set(seeds)) < len(seeds) or None in seeds:
+    by_precision = fmt.grouped(
+        (job.result.precision, job)
+        for job in _read_jobs(name, spec)
+        if job.result.outcome == "finished"
+    )
+    precision = _chosen_precision(name, by_precision, judged)
+    jobs = by_precision[precision]
+    results = []
+    for job in jobs:
+        label = f"{precision} seed={job.result.seed}"
+        results.append(replace(job.result, settings=[], group=precision, label=label))
+    seeds = {result.seed for result in results} - {None}
+    if len(seeds) < len(results):
         raise ConfigError(
             f"advise.baseline={name} has several runs of {precision} for one seed, and runs are "
             "compared seed by seed. Name a sweep over seeds alone."
@@ -104,10 +112,7 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> l
             "and runs of unequal lengths are no baseline. Name a sweep over seeds alone."
         )
     _check_same_settings(name, [job.read_settings() for job in jobs], spec)
-    return [
-        replace(result, settings=[], group=precision, label=f"{precision} seed={result.seed}")
-        for result in results
-    ]
+    return results
 
 
 def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
@@ -142,9 +147,8 @@ def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
     return load_from_store(reader, parent).jobs
 
 
-def _chosen_precision(name: str, precisions: Sequence[str], judged: Sequence[str]) -> str:
+def _chosen_precision(name: str, distinct: Collection[str], judged: Sequence[str]) -> str:
     """Return the precision of a baseline's runs; of several the one that reports compare with."""
-    distinct = dict.fromkeys(precisions)
     others = [precision for precision in distinct if precision not in judged]
     if len(others) == 1:
         return others[0]
@@ -247,10 +251,7 @@ class AdviseCommand:
         device = accelerators.choose_accelerator(
             spec.accelerator.name, spec.accelerator.index
         ).device
-        # The folder that --config-dir names.
-        sources = config.hydra.runtime.config_sources
-        folders = (Path(s.path) for s in sources if s.provider == "command-line")
-        config_dir = next(folders, None)
+        config_dir = typed_config_dir(config.hydra)
         typed = _typed_precisions(overrides, precision_names(config_dir), spec.mode)
         # Only those that were typed: to ask the others would import their libraries, for seconds.
         supported = supported_precisions(device, config_dir, typed)
@@ -411,20 +412,22 @@ def _typed_precisions(
         if override.value_type not in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP):
             raise ConfigError(f"{override.input_line}: name the precisions, one after another.")
         values = [*override.sweep_string_iterator()]
-    # The strings of a sweep keep the quotes that were typed.
-    plain = [str(value).strip("'\"") for value in values]
     # Each precision once: an alias and its name may both have been typed.
-    names = [*dict.fromkeys(RunSpec.PRECISION_ALIASES.get(name, name) for name in plain)]
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is not None:
-        hint = option_hint("precision", unknown, known)
-        raise ConfigError(f"precision={unknown} is not known.{hint} Allowed: {', '.join(known)}.")
+    names: dict[str, None] = {}
+    for value in values:
+        # The strings of a sweep keep the quotes that were typed.
+        plain = str(value).strip("'\"")
+        name = RunSpec.PRECISION_ALIASES.get(plain, plain)
+        if name not in known:
+            hint = option_hint("precision", name, known)
+            raise ConfigError(f"precision={name} is not known.{hint} Allowed: {', '.join(known)}.")
+        names[name] = None
     if mode == "gate" and len(names) > 1:
         raise ConfigError(
             f"mode=gate asks about one precision, and precision={','.join(names)} names "
             f"{len(names)}. Type one of them, or mode=advise to compare all."
         )
-    return names
+    return [*names]
 
 
 def _with_baseline(names: Sequence[str], baseline: str, mode: str) -> list[str]:

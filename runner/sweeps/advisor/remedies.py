@@ -16,7 +16,7 @@ from runner.core import Precision, RunResult, targets
 from runner.diagnostics.numerics import Numerics
 from runner.output.console import plain_console
 from runner.sweeps.advisor.trials import Trials
-from runner.sweeps.verdict.ranking import PrecisionVerdict
+from runner.sweeps.verdict.ranking import PrecisionVerdict, unhealed_verdicts
 from runner.sweeps.verdict.statistics import Verdict
 
 FLOAT32 = "32-true"
@@ -101,7 +101,7 @@ class RemedySearch:
 
     def search_update_rules(self) -> None:
         """Try the rules for each precision that fails and loses updates, until one helps."""
-        for verdict in self._failing():
+        for verdict in unhealed_verdicts(self.trials.advice().verdicts):
             name = verdict.group.precision
             loses_updates = name in self.diagnoses and self.diagnoses[name].loses_updates
             if not loses_updates or not self.command.takes_update_rule(name):
@@ -138,8 +138,9 @@ class RemedySearch:
             ratio = verdict.comparison.speed_ratio
             return ratio.value if ratio else 0.0
 
+        failing = unhealed_verdicts(self.trials.advice().verdicts)
         # The budget may end during any of the searches: the fastest precision comes first.
-        for verdict in sorted(self._failing(), key=gain, reverse=True):
+        for verdict in sorted(failing, key=gain, reverse=True):
             name = verdict.group.precision
             if verdict.rating is Verdict.STALLED:
                 continue  # its loss is good: only a rule of precision.update keeps its updates
@@ -186,17 +187,6 @@ class RemedySearch:
     @property
     def _limit(self) -> str:
         return "" if self._has_time else " in the time that was left"
-
-    def _failing(self) -> list[PrecisionVerdict]:
-        """Return the verdicts on precisions that fail, and that no remedy has healed so far."""
-        plain = []
-        healed = set()
-        for verdict in self.trials.advice().verdicts:
-            if not verdict.group.settings:
-                plain.append(verdict)
-            elif verdict.is_acceptable:
-                healed.add(verdict.group.precision)
-        return [one for one in plain if one.is_failing and one.group.precision not in healed]
 
     def _is_enough(self, verdict: PrecisionVerdict, override: str, max_gap: float) -> bool:
         """Return whether the first seed's loss with an override is near enough to the baseline's.

@@ -303,9 +303,9 @@ class TrialScheduler:
                 seconds[r.precision] = 0.0 if is_recorded else r.seconds + JOB_OVERHEAD_SECONDS
                 if r.outcome == "finished" and r.steps >= self.request.steps:
                     finished.add(r.precision)
+                has_diverged |= r.outcome == "diverged"
             # What failed or was too slow with one seed is not tried with another.
             running = [name for name in running if name in finished]
-            has_diverged |= any(r.outcome == "diverged" for r in results)
             # The baseline alone needs further seeds only to judge a diverged precision with a
             # remedy.
             if self.request.baseline not in running or (len(running) == 1 and not has_diverged):
@@ -345,10 +345,10 @@ class TrialScheduler:
             seconds: time of a trial by precision.
             rounds: rounds that a verdict still takes.
         """
-        baseline = next(r for r in results if r.precision == self.request.baseline)
-        merits = {r.precision: self._merit(r, baseline) for r in results}
+        last = {result.precision: result for result in results}
+        baseline = last[self.request.baseline]
         others = [name for name in names if name != self.request.baseline]
-        others.sort(key=lambda name: merits[name], reverse=True)
+        others.sort(key=lambda name: self._merit(last[name], baseline), reverse=True)
         remaining = self.trials.remaining_seconds - rounds * seconds[self.request.baseline]
         dropped = []
         for place, name in enumerate(others):

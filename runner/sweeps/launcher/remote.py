@@ -453,10 +453,12 @@ def _run_submitit_jobs(
     waiting = dict(zip(configs, jobs, strict=True))
     # After a stop, Slurm is asked about jobs: those that it has dropped leave no result to find.
     asks_slurm = False
+    poll_seconds = _POLL_SECONDS
     try:
         while waiting:
             if stop.received_signal and not asks_slurm:
                 asks_slurm = True
+                poll_seconds = _SLURM_POLL_SECONDS
                 # Jobs that have not begun leave Slurm's queue; the others stop by themselves. All
                 # are one array, whose number is the part of a job's id before the underscore.
                 if jobs[0]._cancel_command == "scancel":
@@ -468,7 +470,7 @@ def _run_submitit_jobs(
                 del waiting[number]
                 place = min(configs) + len(configs) - len(waiting)
                 print_job_line(job_folder(configs[number]), place, is_elsewhere=True)
-            time.sleep(_SLURM_POLL_SECONDS if asks_slurm else _POLL_SECONDS)
+            time.sleep(poll_seconds)
         return [_outcome(job) for job in jobs]
     except stop_signals.Interrupted:
         _cancel(jobs)

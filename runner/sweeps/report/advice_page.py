@@ -18,7 +18,7 @@ from runner.sweeps.report.wording import (
 from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command
 from runner.sweeps.verdict.answer import Answer
 from runner.sweeps.verdict.gate import GateVerdict
-from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
 
 # What the recommended precision would have to be, by advise.objective.
@@ -105,24 +105,25 @@ def _stay_sentence(advice: Advice) -> str:
 def _caveats(advice: Advice) -> Sequence[str]:
     """Return the reservations about an advice."""
     unclear = _unclear(advice)
-    names = ", ".join(verdict.name for verdict in unclear)
     evidence = ""
-    if unclear and any(verdict.group.counts["stopped"] for verdict in advice.verdicts):
-        evidence = f"It was stopped before it could judge {names}."
-    elif unclear:
-        # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
-        fewest = min(len(verdict.group.jobs) for verdict in unclear)
-        more = "a larger advise.budget" if fewest < advice.request.seeds else "more advise.seeds"
-        evidence = f"Not enough evidence in this budget about {names}; {more} may decide."
+    if unclear:
+        names = ", ".join(verdict.name for verdict in unclear)
+        if any(verdict.group.counts["stopped"] for verdict in advice.verdicts):
+            evidence = f"It was stopped before it could judge {names}."
+        else:
+            # Fewer trials than seeds asked for: the budget was the limit, not advise.seeds.
+            fewest = min(len(verdict.group.jobs) for verdict in unclear)
+            is_short = fewest < advice.request.seeds
+            more = "a larger advise.budget" if is_short else "more advise.seeds"
+            evidence = f"Not enough evidence in this budget about {names}; {more} may decide."
     emulated = ", ".join(v.name for v in advice.verdicts if v.is_emulated and v.is_acceptable)
     emulation = (
         f"Emulated, {emulated} trained as well; the hardware itself is needed to measure the speed."
     )
-    unasked = unasked_sentences(verdict.group for verdict in advice.verdicts)
     caveats = [
         evidence,
         emulation if emulated else "",
-        *unasked,
+        *unasked_sentences(jobs_of(advice.verdicts)),
         busy_sentence(advice.request.busy),
     ]
     return [*filter(None, caveats)]
@@ -148,7 +149,7 @@ def _gate_answer(gate: GateVerdict) -> Answer:
             sentences.append("The budget ended first: a larger advise.budget may decide.")
         else:
             sentences.append(f"More seeds may decide: type advise.seeds={2 * request.seeds}.")
-    answer = Answer(" ".join(sentences), unasked_sentences([gate.precision.group]))
+    answer = Answer(" ".join(sentences), unasked_sentences(gate.precision.group.jobs))
     if gate.decision != "accepted":
         return answer
     command = Command("run", gate.precision.command[len(RUNNER_COMMAND) :])
@@ -240,7 +241,7 @@ def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[st
         yield "Within tolerance", INDISTINGUISHABLE_NOTE
         if any(verdict.forecast for verdict in advice.verdicts):
             yield "Predicted peak", PEAK_NOTE
-    casts = cast_note(job for verdict in advice.verdicts for job in verdict.group.jobs)
+    casts = cast_note(jobs_of(advice.verdicts))
     if casts:
         yield "Autocast", casts
     steps = f"{request.steps} steps are not a whole training"

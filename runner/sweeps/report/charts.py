@@ -20,6 +20,7 @@ from runner.output.markup import LegendEntry
 from runner.output.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.verdict.compare import BASELINE, group_name
+from runner.sweeps.verdict.ranking import jobs_of
 from runner.tracking.history import Curve
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class _Charts:
         if self.advice:
             self.baseline = self.advice.request.baseline
             self.judged = [verdict.comparison for verdict in self.advice.verdicts]
-        self.style_of = group_styles([result for c in self.judged for result in c.group.jobs])
+        self.style_of = group_styles(jobs_of(self.judged))
         self.has_settings = any(dash for _, dash in self.style_of.values())
         order = [*self.style_of]
         # Without the search of mode=advise for remedies, and group by group: the narrow curves of
@@ -269,10 +270,11 @@ class _Charts:
         for row, (_, colour, value, half_width) in enumerate(intervals):
             error = half_width if math.isfinite(half_width) else None
             axes.errorbar(sign * value, row, xerr=error, color=colour, fmt="o", ms=5, capsize=3)
-        known = [math.isfinite(half_width) for *_, half_width in intervals]
+        names, _, values, half_widths = zip(*intervals, strict=True)
+        known = [*map(math.isfinite, half_widths)]
         if not all(known):
             notes = f"{notes}; one seed has none" if any(known) else "one seed: no interval"
-        sizes = [abs(value) for _, _, value, _ in intervals]
+        sizes = [*map(abs, values)]
         typical = statistics.median(sizes)
         if max(sizes) > MAX_LINEAR_RATIO * typical > 0:
             # One bad precision would press all others together.
@@ -282,8 +284,7 @@ class _Charts:
             notes += f"; logarithmic beyond ±{threshold:g}"
         else:
             axes.locator_params(axis="x", nbins=5)
-        names = [plain_label(name) for name, *_ in intervals]
-        axes.set_yticks(range(len(names)), names, parse_math=False)
+        axes.set_yticks(range(len(names)), [*map(plain_label, names)], parse_math=False)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel("lower is better" if direction == "min" else "higher is better")
         title = f"{metric} minus that of {self.baseline}\n{notes}"

@@ -32,7 +32,7 @@ from runner.sweeps.report.wording import (
     rating_words,
 )
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
-from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
+from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import Spread, Verdict
 from runner.tracking.result_table import change_since_training, memory_saving
 
@@ -342,7 +342,7 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
     The baseline stands first, groups without any result last; a page folds many of these.
     """
     compared = sorted(compared, key=_row_rank)
-    jobs = [job for comparison in compared for job in comparison.group.jobs]
+    jobs = jobs_of(compared)
     is_of_two_sweeps = any(job.sweep for job in jobs)
     facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
@@ -365,8 +365,7 @@ def _row_rank(c: Comparison) -> tuple[int, float, float]:
 
 def advice_table(advice: Advice) -> Table:
     """Return the table with one row per verdict of mode=advise, best first."""
-    jobs = [job for verdict in advice.verdicts for job in verdict.group.jobs]
-    facts = TableFacts(jobs, baseline=advice.request.baseline)
+    facts = TableFacts(jobs_of(advice.verdicts), baseline=advice.request.baseline)
     marked = 0 if advice.recommendation else None
     return replace(_table("verdict", advice.verdicts, facts), marked=marked)
 

@@ -37,6 +37,7 @@ from runner.sweeps.verdict.compare import (
     has_several_models,
     qualities_by_seed,
 )
+from runner.sweeps.verdict.ranking import jobs_of
 from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Tolerance, Verdict, quality_tests
 from runner.tracking.result_table import shared_settings
 from runner.training.callbacks.runner_callbacks import MIN_TIMED_MS
@@ -179,22 +180,20 @@ def _only_answer(comparison: Comparison) -> DeviceAnswer:
 
 def _more_seeds(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
     """Return the override for the seeds of groups and a number of further ones."""
-    jobs = [job for comparison in comparisons for job in comparison.group.jobs]
-    seeds = sorted({job.seed for job in jobs if job.seed is not None})
+    seeds = sorted({job.seed for job in jobs_of(comparisons) if job.seed is not None})
     unused = [seed for seed in range(count + len(seeds)) if seed not in seeds]
     return (f"seed={','.join(map(str, [*seeds, *unused[:count]]))}",)
 
 
 def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
-    compared = [other for other in others if other.difference]
-    # What does harm comes first: of many only some are named.
-    compared.sort(key=lambda other: (not other.is_worse, -other.loss_gap))
     parts = []
     words: tuple[str, ...] = ()
     aim = ""
-    for other in compared:
-        assert other.difference
+    # What does harm comes first: of many only some are named.
+    for other in sorted(others, key=lambda other: (not other.is_worse, -other.loss_gap)):
+        if not other.difference:
+            continue
         assert other.group.quality
         verdict, numbers = difference_words(other.difference)
         if other.is_judged:
@@ -207,7 +206,7 @@ def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
         parts.append(f"{other.group.name} {mean} ({numbers})")
     quality = others[0].group.metric
     against = f" {quality} against {BASELINE}: {join_names(parts)}." if parts else ""
-    jobs = [job for other in others for job in other.group.jobs]
+    jobs = jobs_of(others)
     if all(job.kernels == "emulated" for job in jobs):
         text = f"Emulated: the hardware itself is needed to measure the speed.{against}"
         return DeviceAnswer(text, words, aim)

@@ -189,7 +189,7 @@ def with_unique_names(results: Sequence[RunResult]) -> list[RunResult]:
     # A result that was made from tags has no overrides and is not renamed.
     known = [result for result in results if result.overrides]
     named_settings = {(tuple(result.settings), _compared_overrides(result)) for result in known}
-    names = {name for name, _ in named_settings}
+    names = dict(named_settings)
     settings = {overrides for _, overrides in named_settings}
     # One name for each set of overrides and the other way round: the names are not ambiguous.
     if len(names) == len(settings) == len(named_settings):
@@ -331,10 +331,11 @@ def rebuild_report(sweeps: Sequence[str], typed: Mapping[str, str]) -> int:
         TrackingError: the store does not answer.
     """
     out = typed.get("--out")
+    folder = Path(out) if out else None
     upload_in_background(Path("outputs"))
     try:
         report = _report_two if len(sweeps) == 2 else _report_one
-        paths = report(sweeps, typed, out)
+        paths = report(sweeps, typed, folder)
     except OSError as error:
         raise ConfigError(
             f"The report cannot be written: {error.filename or out}: "
@@ -346,14 +347,14 @@ def rebuild_report(sweeps: Sequence[str], typed: Mapping[str, str]) -> int:
     return 0
 
 
-def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
+def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: Path | None) -> list[Path]:
     """Write the report of one sweep; return the paths."""
-    sweep = sweeps[0] if sweeps else None
+    sweep = next(iter(sweeps), None)
     folder = Path(sweep) if sweep and files.path_exists(sweep) else None
     if sweep is None and not any(key.startswith("tracking.") for key in typed):
         folder = next(iter(newest_sweeps()), None)
     if folder:
-        return write_report(load_from_folder(folder), Path(out) if out else folder)
+        return write_report(load_from_folder(folder), out or folder)
     uri = existing_store(sweep, typed)
     if sweep is None:
         from runner.tracking.reader import Reader
@@ -366,10 +367,10 @@ def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
                 "report <sweep folder or parent run id>."
             )
         sweep = newest.run_id
-    return store_report(uri, sweep, Path(out) if out else report_folder(sweep))[0]
+    return store_report(uri, sweep, out or report_folder(sweep))[0]
 
 
-def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None) -> list[Path]:
+def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: Path | None) -> list[Path]:
     """Write the report over the jobs of two sweeps; return the paths."""
     first, second = (_load_sweep(sweep, typed) for sweep in sweeps)
     if first.data.sweep_id and first.data.sweep_id == second.data.sweep_id:
@@ -378,8 +379,7 @@ def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: str | None
             "sweeps."
         )
     name = f"{Path(first.name).name}-and-{Path(second.name).name}"
-    folder = Path(out) if out else report_folder(name)
-    return write_report(join_sweeps(first, second), folder)
+    return write_report(join_sweeps(first, second), out or report_folder(name))
 
 
 def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:

@@ -174,8 +174,8 @@ def swept_keys(results: Sequence[RunResult]) -> list[str]:
     swept = []
     for key in keys:
         # A precision that does not take a key of the command runs without it.
-        takers = [values for result, values in by_job if key not in result.left_out]
-        if len({values.get(key) for values in takers}) > 1:
+        taken = {values.get(key) for result, values in by_job if key not in result.left_out}
+        if len(taken) > 1:
             swept.append(key)
     # A result made from the tags of a run has a precision and no overrides.
     if not swept and len({result.precision for result in results}) > 1:

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,7 @@ from runner.sweeps.verdict.compare import (
     job_name,
 )
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
-from runner.sweeps.verdict.ranking import Advice, rank_precisions
+from runner.sweeps.verdict.ranking import Advice, jobs_of, rank_precisions
 from runner.sweeps.verdict.statistics import Difference, Tolerance, Verdict
 from runner.tracking.history import Curve
 from runner.tracking.result_table import shared_settings
@@ -137,6 +138,10 @@ class SweepData:
         return [job.result for job in self.jobs]
 
     @cached_property
+    def _statuses(self) -> Counter[str]:
+        return Counter(result.status for result in self.results)
+
+    @cached_property
     def compared(self) -> list[Comparison]:
         """Return each group of jobs that differ in their seeds alone, against its baseline."""
         return compare_with_baselines(self.results, self.busy, self.tolerance, self.untrained)
@@ -157,8 +162,8 @@ class SweepData:
     def answer(self) -> Answer:
         """Return what the jobs say: whatever shows or records it is made from this value."""
         found = advice_answer(self.advice, self.gate) if self.advice else self._compared_answer()
-        statuses = [result.status for result in self.results]
-        failed = statuses.count("failed") + statuses.count("stopped")
+        statuses = self._statuses
+        failed = statuses["failed"] + statuses["stopped"]
         is_accepted = self.accepts_untried and "finished" in statuses
         if self.advice and not self.is_stopped:
             # A precision that fails or is not available is an answer: nothing failed once one is
@@ -182,20 +187,17 @@ class SweepData:
         first = [*filter(None, [failures, self._untrained_sentence()])]
         others = [
             frozen_sentence(compared),
-            *unasked_sentences(groups),
+            *unasked_sentences(jobs_of(compared)),
             stagnation_sentence(groups),
             self._flips_sentence(),
         ]
         last = [*filter(None, [busy_sentence(self.busy if is_on_cpu else 0.0)])]
         caveats = [*first, *filter(None, others), *last]
         noted = [*first, *last]
-        statuses = [result.status for result in self.results]
-        if self.lacks_jobs or (self.is_stopped and "stopped" in statuses):
+        if self.lacks_jobs or (self.is_stopped and "stopped" in self._statuses):
             of_all = f" of {self.job_count}" if self.job_count else ""
-            text = (
-                f"No answer yet: {statuses.count('finished')}{of_all} jobs finished. Resume the "
-                "sweep."
-            )
+            finished = self._statuses["finished"]
+            text = f"No answer yet: {finished}{of_all} jobs finished. Resume the sweep."
             command = resume_command(self.folder) if self.folder else None
             return Answer(text, caveats, noted, command=command, is_unfinished=True)
         if any(result.sweep for result in self.results):

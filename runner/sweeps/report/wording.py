@@ -239,10 +239,9 @@ def stagnation_sentence(groups: Iterable[Group]) -> str:
     return f"Weights that the last step did not move: {names} {note}." if found else ""
 
 
-def unasked_sentences(groups: Iterable[Group]) -> list[str]:
-    """Return what the groups' jobs did not compute as asked, with the precisions."""
-    jobs = [job for group in groups for job in group.jobs]
-    return _with_precisions((text, job.precision) for job in jobs for text in job.caveats)
+def unasked_sentences(results: Iterable[RunResult]) -> list[str]:
+    """Return what jobs did not compute as asked, with the precisions."""
+    return _with_precisions((text, job.precision) for job in results for text in job.caveats)
 
 
 def cast_note(results: Iterable[RunResult]) -> str:

@@ -176,8 +176,10 @@ def _group(
     ended = [job for job in jobs if job.outcome in ("finished", "diverged")]
     complete = [job for job in ended if job.outcome == "finished"]
 
-    def spread(value: Callable[[RunResult], float | None]) -> Spread | None:
-        return Spread.of_values(map(value, ended))
+    def spread(
+        value: Callable[[RunResult], float | None], among: Sequence[RunResult] = ended
+    ) -> Spread | None:
+        return Spread.of_values(map(value, among))
 
     return Group(
         name,
@@ -185,11 +187,9 @@ def _group(
         device,
         tuple(jobs),
         Counter(job.outcome for job in jobs),
-        quality=Spread.of_values(job.quality_value for job in complete),
-        loss=Spread.of_values(job.metrics.get(metric_names.VAL_LOSS) for job in complete),
-        change=Spread.of_values(
-            change_since_training(job.quality, job, sweep_results) for job in complete
-        ),
+        quality=spread(lambda job: job.quality_value, complete),
+        loss=spread(lambda job: job.metrics.get(metric_names.VAL_LOSS), complete),
+        change=spread(lambda job: change_since_training(job.quality, job, sweep_results), complete),
         speed=spread(lambda job: job.examples_per_second),
         weights_mib=spread(lambda job: job.weights_mib),
         memory=spread(lambda job: job.memory_mib),

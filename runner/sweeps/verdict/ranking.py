@@ -1,7 +1,7 @@
 """Judge and rank the trials of mode=advise: one verdict per precision, the best one first."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from runner.core import RunResult
@@ -177,6 +177,18 @@ def rank_precisions(
     return Advice(request, ranked, base_losses)
 
 
+def jobs_of(rows: Iterable[Comparison | PrecisionVerdict]) -> list[RunResult]:
+    """Return the jobs of the groups of comparisons or verdicts."""
+    return [job for row in rows for job in row.group.jobs]
+
+
+def unhealed_verdicts(verdicts: Sequence[PrecisionVerdict]) -> list[PrecisionVerdict]:
+    """Return the verdicts on precisions that fail, and that no remedy has healed so far."""
+    healed = {v.group.precision for v in verdicts if v.group.settings and v.is_acceptable}
+    plain = [v for v in verdicts if v.is_failing and not v.group.settings]
+    return [v for v in plain if v.group.precision not in healed]
+
+
 def _is_search_trial(group: Group) -> bool:
     """Return whether the jobs measure numbers, or try remedies that the search dropped."""
     # A remedy that heals is repeated over more seeds than a verdict needs: one of them chose it.
@@ -218,15 +230,14 @@ def _with_attempts(
         base_losses: the baseline's.
     """
     # A remedy that heals the precision has a row of its own, which says more.
-    healed = {v.group.precision for v in verdicts if v.group.settings and v.is_acceptable}
+    failing = unhealed_verdicts(verdicts)
     for verdict in verdicts:
-        precision = verdict.group.precision
         attempts = []
-        if verdict.is_failing and not verdict.group.settings and precision not in healed:
+        if verdict in failing:
             for group in dropped:
                 losses = _final_losses(group, verdict.request)
                 gaps = (losses[seed] - base_losses[seed] for seed in losses if seed in base_losses)
-                if group.precision == precision:
+                if group.precision == verdict.group.precision:
                     attempts.append((" ".join(group.settings), next(gaps, math.nan)))
         yield replace(verdict, attempted_remedies=attempts)
 
