@@ -120,14 +120,14 @@ def prepare_model(
     if not train.compile:
         return
     blocks = _compiled_blocks(train.compile, model)
-    mode = "default" if train.compile in (True, "regional") else str(train.compile)
+    mode = None if train.compile in (True, "regional") else str(train.compile)
     options = None
     if train.compile_rounding == "eager":
         # Of this compilation alone, and part of the key under which compiled code is cached.
         # torch.compile takes either a mode or options.
         from torch._inductor import list_mode_options
 
-        options = {**list_mode_options(mode), EAGER_ROUNDING: True}
+        options = {**list_mode_options(mode or "default"), EAGER_ROUNDING: True}
         mode = None
     # What an earlier model of this process compiled counts towards the limit, too.
     torch.compiler.reset()
