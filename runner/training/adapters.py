@@ -130,7 +130,7 @@ class Lora:
             name
             for name, part in parts.items()
             if self._is_left_frozen(name, patterns)
-            and any(isinstance(module, linear_classes()) for module in part.modules())
+            and module_tree.has_module(part, linear_classes())
         ]
 
     def _is_left_frozen(self, name: str, patterns: Sequence[str]) -> bool:
@@ -203,8 +203,11 @@ class Lora:
                 continue
             known = rules.stacks(path or ROOT_NAME, module)
             stacks = known or (possible_stacks(module) if finds else {})
-            prefix = f"{path}." if path else ""
-            named = {s: stacks[s] for s in stacks if self._names_experts(prefix + s)}
+            named = {
+                stack: transposed
+                for stack, transposed in stacks.items()
+                if self._names_experts(f"{path}.{stack}".removeprefix("."))
+            }
             if named and known:
                 convert_experts(module, named, lambda layer: None)
             elif named:
@@ -269,7 +272,7 @@ class Lora:
                 f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
                 f"train. Type precision.ignore_modules=[{','.join(packed)}], too."
             )
-        if any(isinstance(module, FusedNormLinear) for module in modules.values()):
+        if module_tree.has_module(model, FusedNormLinear):
             raise ConfigError(
                 "adapter=lora would add to the inputs of layers that compute their norm "
                 "themselves. Type precision.fuse=false."

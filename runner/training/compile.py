@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,8 +50,7 @@ def check_compile_options(
             "this one has none: members of one class, in a ModuleList, ModuleDict or Sequential, "
             f"that hold modules of their own. Type {key}=[<module>] or train.compile=default."
         )
-    if choice and choice is not True:
-        outermost_modules(model, choice)  # raises for a pattern that matches nothing
+    _checkpointed_blocks(choice, model)  # raises for a pattern that matches nothing
     refuse(problems)
 
 
@@ -62,25 +61,29 @@ def _compile_problems(spec: RunSpec, precision: Precision, device: torch.device)
     if precision.no_recompute_reason:
         reason = precision.no_recompute_reason
         yield f"{typed.lower()} compiles forwards, and precision={precision.name} {reason}"
-    if mode == "reduce-overhead" and device.type != "cuda":
+    if device.type == "cuda":
+        if mode in spec.train.CUDA_GRAPH_MODES and spec.train.accumulate > 1:
+            yield (
+                f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches "
+                "do not add up (pytorch/pytorch#169545). Type train.accumulate=1, "
+                "train.compile=max-autotune-no-cudagraphs or train.compile=default."
+            )
+    elif mode == "reduce-overhead":
         yield (
             f"{typed} replays CUDA graphs, and this run is on {device.type}. "
             "Type train.compile=default."
         )
-    if mode in spec.train.CUDA_GRAPH_MODES and device.type == "cuda" and spec.train.accumulate > 1:
-        yield (
-            f"{typed} replays CUDA graphs, in whose memory gradients of several micro-batches do "
-            "not add up (pytorch/pytorch#169545). Type train.accumulate=1, "
-            "train.compile=max-autotune-no-cudagraphs or train.compile=default."
-        )
-    why_fused = ""
-    if accelerators.is_tpu(device):
-        why_fused = "is an option of torch's compiler for CPUs and GPUs, and a TPU has its own"
-    elif device.type == "cpu" and tensor_facts.TORCH_VERSION < (2, 13):
-        version = tensor_facts.TORCH_VERSION
-        why_fused = f"changes nothing on a CPU before torch 2.13, and this is torch {version}"
-    if why_fused and spec.train.compile_rounding == "eager":
-        yield f"train.compile_rounding=eager {why_fused}. Type train.compile_rounding=fused."
+    if spec.train.compile_rounding == "eager":
+        if accelerators.is_tpu(device):
+            yield (
+                "train.compile_rounding=eager is an option of torch's compiler for CPUs and GPUs, "
+                "and a TPU has its own. Type train.compile_rounding=fused."
+            )
+        elif device.type == "cpu" and tensor_facts.TORCH_VERSION < (2, 13):
+            yield (
+                "train.compile_rounding=eager changes nothing on a CPU before torch 2.13, and this "
+                f"is torch {tensor_facts.TORCH_VERSION}. Type train.compile_rounding=fused."
+            )
     candidates = (os.environ.get("CXX", "c++"), *CXX_COMPILERS)
     if not any(map(shutil.which, candidates)):
         names = ", ".join(CXX_COMPILERS)
@@ -108,20 +111,12 @@ def prepare_model(
             # cache of the first time. Only generation reads such caches.
             if getattr(config, "use_cache", None) is True:
                 config.use_cache = False
-        blocks = (
-            module_tree.repeated_blocks(model)
-            if choice is True
-            else outermost_modules(model, choice)
-        )
         # The backward runs the second forward, when the contexts of the first one are closed.
         second_context = partial(precision.forward, device)
         # One subclass per class, so that blocks of one kind still share a compiled graph.
-        subclasses = {}
-        for block in blocks:
-            kind = type(block)
-            if kind not in subclasses:
-                subclasses[kind] = _checkpointing_class(kind, second_context)
-            block.__class__ = subclasses[kind]
+        subclass = cache(partial(_checkpointing_class, second_context=second_context))
+        for block in _checkpointed_blocks(choice, model):
+            block.__class__ = subclass(type(block))
     if not train.compile:
         return
     blocks = _compiled_blocks(train.compile, model)
@@ -141,6 +136,19 @@ def prepare_model(
         # Each shape is compiled for itself. With dynamic shapes the kernel would depend on the
         # shapes seen before, and a resumed run, which has seen others, would round differently.
         block.compile(mode=mode, options=options, dynamic=False)
+
+
+def _checkpointed_blocks(choice: Any, model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forwards train.activation_checkpointing computes twice.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    if not choice:
+        return []
+    return (
+        module_tree.repeated_blocks(model) if choice is True else outermost_modules(model, choice)
+    )
 
 
 def _compiled_blocks(choice: bool | str, model: nn.Module) -> list[nn.Module]:

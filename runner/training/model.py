@@ -124,14 +124,15 @@ class ModelBuilder:
         model = self._construct(device)
         # Packed weights, and an adapter's, are loaded unchanged where they are packed alike.
         packed = None
-        if start is not None and (
-            self.restore_exactly or (precision.layout and _fits_as_saved(spec, precision, start))
-        ):
-            packed = start
         initial = None
-        # Plain weights enter before the conversion, which packs them.
-        if start is not None and packed is None:
-            initial = self._load_plain(model, start)
+        if start is not None:
+            if self.restore_exactly or (
+                precision.layout and _fits_as_saved(spec, precision, start)
+            ):
+                packed = start
+            else:
+                # Plain weights enter before the conversion, which packs them.
+                initial = self._load_plain(model, start)
         size = tensor_facts.float32_bytes(model)
         # Layers that were left unconverted hold plain weights in the checkpoint; converted ones
         # would pack them while they are loaded.
@@ -194,16 +195,17 @@ class ModelBuilder:
 
         # What packs weights looks at their values.
         makes_once = strategy.cpu_ram_efficient_loading and not self.precision.freezes
-        if strategy.rank.is_main or not makes_once:
+        sends = makes_once and strategy.rank.world_size > 1
+        values = {}
+        if not sends:
             built = self.build(_CPU, plan)
+        elif strategy.rank.is_main:
+            built = self.build(_CPU, plan)
+            values = {name: tensor.detach() for name, tensor in named_values(built.model)}
         else:
             built = self.build_on_meta(plan)
             if _holds_other_meta_tensors(built.model):
                 built = self.build(_CPU, plan)
-        sends = makes_once and strategy.rank.world_size > 1
-        values = {}
-        if sends and strategy.rank.is_main:
-            values = {name: tensor.detach() for name, tensor in named_values(built.model)}
         model = strategy.wrap(built.model, device)
         if any(tensor.is_meta for _, tensor in named_values(model)):
             model.to_empty(device=device)
@@ -484,28 +486,24 @@ def materialize_lazy_layers(model: nn.Module, device: torch.device, inputs: Any)
         ConfigError: the forward fails or does not reach every lazy layer.
         NotImplementedError: the forward fails on the meta device.
     """
-    dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
-    inputs = cast_nest(inputs, dtypes[0] if dtypes else torch.get_default_dtype())
-    modes = {module: module.training for module in model.modules()}
-    model.eval()  # in which norms keep their statistics
-    try:
-        with torch.no_grad():
+    dtypes = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    inputs = cast_nest(inputs, next(dtypes, torch.get_default_dtype()))
+    # Norms keep their statistics in it.
+    with module_tree.evaluation_mode(model), torch.no_grad():
+        try:
             model_call.call_model(model, inputs)
-    except RunnerError:
-        raise
-    except Exception as error:
-        if device.type == "meta":
-            raise NotImplementedError("lazy layers of this model need real numbers") from error
-        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
-        raise ConfigError(
-            f"model: the lazy layers {lazy_layers(model)} take their sizes from a first forward, "
-            f"which fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
-            "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
-            "examples the model takes."
-        ) from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
+        except RunnerError:
+            raise
+        except Exception as error:
+            if device.type == "meta":
+                raise NotImplementedError("lazy layers of this model need real numbers") from error
+            shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+            raise ConfigError(
+                f"model: the lazy layers {lazy_layers(model)} take their sizes from a first "
+                f"forward, which fails on inputs {shape}: {type(error).__name__}: {error}. Give "
+                "these layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= "
+                "whose examples the model takes."
+            ) from error
     names = lazy_layers(model)
     if names:
         raise ConfigError(

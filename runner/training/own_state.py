@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from runner.core import TrainState, fmt, module_tape, random_streams, tensor_facts, train_state
+from runner.core import (
+    TrainState,
+    fmt,
+    gradients,
+    module_tape,
+    random_streams,
+    tensor_facts,
+    train_state,
+)
 from runner.precision.weight_updates import Nearest, WideForward
 
 OWN_BUFFERS_KEY = "own_buffers"
@@ -182,9 +191,9 @@ class SkippedSteps(train_state.StepHook):
 
     def end(self, found_infs: Sequence[Tensor | None]) -> None:
         """Restore the copies where the step of any optimizer is skipped; see StepHook."""
-        flags = [flag for flag in found_infs if flag is not None]
-        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        found_inf = gradients.any_found_inf(found_infs)
         followed = self._followed
+        assert found_inf is not None  # there is a loss scale
         assert followed is not None  # begin() has found them
         self._found_inf = found_inf
         with _unwatched():
@@ -373,7 +382,7 @@ class OwnState(train_state.StepHook):
         """Return the context of the second step, which shows which attributes carry values from
         step to step: what a step replaces without having read it does not."""
         held = {name: _tensors_in(value) for name, value in self._attributes()}
-        unread = {id(tensor) for tensors in held.values() for tensor in tensors}
+        unread = {*map(id, chain.from_iterable(held.values()))}
         watch = module_tape.FunctionWatch(
             lambda _, leaves: unread.difference_update(map(id, leaves))
         )

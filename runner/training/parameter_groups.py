@@ -65,8 +65,11 @@ def matched_names(key: str, match: Any, named: NamedParameters, model: nn.Module
         )
     # Muon is made for the matrices of hidden layers (Jordan et al., 2024), and leaves embeddings
     # and the output layer to another optimizer.
-    linears = [module for module in model.modules() if isinstance(module, linear_classes())]
-    linears = [module for module in linears if not isinstance(module, ExpertLayer)]
+    linears = [
+        module
+        for module in model.modules()
+        if isinstance(module, linear_classes()) and not isinstance(module, ExpertLayer)
+    ]
     matrices = set()
     for name, param in named.items():
         holder, _, parametrized = name.partition(".parametrizations.")
@@ -101,7 +104,7 @@ def divide_parameters(
     settings = group_settings(node)
     if not settings:
         return [{"params": [*named.values()]}]
-    entries = settings.get("groups") or []
+    entries = settings.get("groups", [])
     owners = _owners(key, entries, model, named)
     no_decay = settings.get("no_decay_on")
     exempt = _exempt(key, no_decay, model, named) if no_decay else set()
@@ -110,14 +113,16 @@ def divide_parameters(
         ((owners[name], depths.get(name, 0), name in exempt), p) for name, p in named.items()
     )
     last = max(depths.values(), default=0)
+    # The last ones are those of the parameters that no entry names.
+    owner_names = [*map(_entry_name, entries), _REST]
+    owner_options = [*entry_options(node), {}]
     groups = []
     for (owner, depth, is_exempt), members in sorted(rows.items()):
-        entry = entries[owner] if owner < len(entries) else {}
-        options = {name: value for name, value in entry.items() if name not in _OWN_KEYS}
+        options = dict(owner_options[owner])
         if is_exempt:
             options["weight_decay"] = 0.0
         group = {"params": members, **options, "own_options": sorted(options)}
-        words = [_entry_name(entry)] if entries else []
+        words = [owner_names[owner]] if entries else []
         if depths:
             rate = options.get("lr", _learning_rate(node))
             group["lr"] = rate * settings["layer_decay"] ** (last - depth)
@@ -134,8 +139,6 @@ def _patterns(match: Any) -> list[str]:
 
 
 def _entry_name(entry: Node) -> str:
-    if not entry:
-        return _REST
     return str(entry.get("name") or _patterns(entry["match"])[0])
 
 

@@ -74,8 +74,9 @@ def write_pretrained(
     plain = plain_weights(model, weights)
     floats = {value.dtype for value in plain.values() if value.is_floating_point()}
     widest = max(floats, key=lambda dtype: torch.finfo(dtype).bits)
-    if len(floats) > 1 and widest is not torch.float64:
-        widest = torch.float32  # float16 and bfloat16 hold other numbers
+    if len(floats) > 1:
+        # float16 and bfloat16 hold other numbers.
+        widest = torch.promote_types(widest, torch.float32)
     for name, value in plain.items():
         cast = value.to(widest) if value.is_floating_point() else value
         plain[name] = cast.detach().cpu()
@@ -91,11 +92,11 @@ def write_pretrained(
                     copied.setdefault(file.name, file)
                 else:
                     left_out.append(f"without {file}, a link to {file.resolve()}")
+    sources = {}
     for name, file in copied.items():
         shutil.copyfile(file, files.prepare_output(folder / name))
-    sources = dict.fromkeys(file.parent for file in copied.values())
-    paths = [f"tokenizer files of {source}" for source in sources]
-    return ", ".join([tensor_facts.dtype_name(widest), *paths, *left_out])
+        sources[f"tokenizer files of {file.parent}"] = None
+    return ", ".join([tensor_facts.dtype_name(widest), *sources, *left_out])
 
 
 def _is_of_folder(file: Path) -> bool:
@@ -334,7 +335,7 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
         layer: peft's layer; None for a module without an addition.
     """
     start = f"{name}." if layer is None else f"{name}.base_layer."
-    parts = {k.removeprefix(start): v for k, v in weights.items() if k.startswith(start)}
+    parts = module_tree.entries_below(start, weights)
     if layer is not None:
         # One that is derived from other parameters, which the adapter freezes, is the layer's.
         plain = parts["weight"] if "weight" in parts else current_weight(layer.get_base_layer())

@@ -5,7 +5,7 @@ A schedule has `step()`, called after each applied optimizer step, and may have
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from itertools import pairwise
 from typing import Any
@@ -267,7 +267,7 @@ def plain_schedules(schedule: Any) -> Iterator[Any]:
             yield from plain_schedules(part)
 
 
-def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Sequence[str]) -> None:
+def load_schedule(schedule: Any, saved: Mapping[str, Any], current_keys: Collection[str]) -> None:
     """Restore a schedule from a checkpoint.
 
     Args:

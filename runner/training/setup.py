@@ -7,6 +7,7 @@ that assembled its optimizer in another order than training would not be bit-exa
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -63,12 +64,12 @@ def parameters_by_optimizer(
     """
     if "_target_" in node:
         return [("optimizer", node, named)]
-    stray = [key for key, part in node.items() if not isinstance(part, Mapping)]
-    if stray:
-        names = ", ".join(key for key in node if key not in stray)
-        raise ConfigError(
-            *(f"optimizer.{k} belongs to one of {names}. Type optimizer.<name>.{k}." for k in stray)
-        )
+    keys = fmt.grouped((isinstance(part, Mapping), key) for key, part in node.items())
+    refuse(
+        f"optimizer.{key} belongs to one of {', '.join(keys.get(True, ()))}. "
+        f"Type optimizer.<name>.{key}."
+        for key in keys.get(False, ())
+    )
     free = dict(named)
     shares = []
     for key, part in optimizer_nodes(node):
@@ -453,24 +454,22 @@ def build_state(
     precision = setup.precision
     wrapped = model
     optimizers = []
+    evaluated = None
+    widened = ()
     if total_steps is not None:
         if not setup.strategy.shards:
             wrapped = setup.strategy.wrap(model, setup.device)
         direction = setup.task.direction
         optimizers = build_scheduled_optimizers(spec, model, precision, total_steps, direction)
-    plain_optimizers = [part.optimizer for part in optimizers]
-    evaluated = None
-    if optimizers and spec.train.ema is not None:
-        evaluated = WeightAverage(model, [part.params for part in optimizers], spec.train.ema)
-    elif any(map(has_modes, plain_optimizers)):
-        evaluated = OptimizerModes(model, plain_optimizers)
-    # FSDP adds them in float32 by itself.
-    is_wide = spec.train.accumulate_float32 and not setup.strategy.shards
-    widened = (
-        tensor_facts.narrow_parameters(p for part in optimizers for p in part.params)
-        if is_wide
-        else ()
-    )
+        plain_optimizers = [part.optimizer for part in optimizers]
+        params = [part.params for part in optimizers]
+        if spec.train.ema is not None:
+            evaluated = WeightAverage(model, params, spec.train.ema)
+        elif any(map(has_modes, plain_optimizers)):
+            evaluated = OptimizerModes(model, plain_optimizers)
+        # FSDP adds them in float32 by itself.
+        if spec.train.accumulate_float32 and not setup.strategy.shards:
+            widened = tensor_facts.narrow_parameters(chain.from_iterable(params))
     state = TrainState(
         wrapped,
         precision,

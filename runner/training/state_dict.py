@@ -315,10 +315,8 @@ def restore_optimizers(state: TrainState, saved: LoadedCheckpoint, spec: RunSpec
                 taken = schedules.taken_steps(scheduler, is_same, applied_steps)
                 notes.append(_begin_schedule(scheduled, taken, is_same))
                 continue
-            if scheduled.scheduler is not None:
-                before = theirs["scheduler"]
-                typed = [key for key, v in spec.scheduler.items() if before.get(key) != v]
-                schedules.load_schedule(scheduled.scheduler, scheduler, typed)
+            typed = _changed_values(theirs["scheduler"], spec.scheduler)
+            schedules.load_schedule(scheduled.scheduler, scheduler, typed)
             # After the schedule, whose state holds the learning rates that it continues from.
             _apply_hyperparameters(scheduled.optimizer, scheduled.scheduler, changed)
     except MISFIT_ERRORS as error:
@@ -339,11 +337,15 @@ def _changed_hyperparameters(
         (old, new) by the hyperparameter's name, in the order in which optimizers are built.
     """
     saved = dict(optimizer_nodes(theirs))
-    changes = []
-    for name, node in optimizer_nodes(ours):
-        changed = {key: (saved[name].get(key), value) for key, value in node.items()}
-        changes.append({key: pair for key, pair in changed.items() if pair[0] != pair[1]})
-    return changes
+    return [_changed_values(saved[name], node) for name, node in optimizer_nodes(ours)]
+
+
+def _changed_values(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return (old, new) by the key of each value of a node that differs from the checkpoint's."""
+    pairs = {key: (theirs.get(key), value) for key, value in ours.items()}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _load_optimizer(

@@ -37,6 +37,8 @@ STOPPED_BY = "stopped_by"
 _NAME = re.compile(r"[A-Za-z]\w*")
 # What the main process sends to the others; the highest one counts.
 _CONTINUE, _STOP, _FAILED = range(3)
+# Python's own type for each kind of value: those of NumPy would have to be unpickled.
+_PLAIN_TYPES: Sequence[tuple[Any, Any]] = ((str, str), (Integral, int), (Real, float))
 
 
 def callback_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
@@ -226,10 +228,12 @@ class UserCallbacks(RunCallback):
         Raises:
             HookError: a callback failed.
         """
-        reason = ""
-        for name, handle in self._handles.items():
-            if handle.stop_reason and not reason:
-                reason = f"callbacks.{name}: {handle.stop_reason}"
+        reasons = (
+            f"callbacks.{name}: {handle.stop_reason}"
+            for name, handle in self._handles.items()
+            if handle.stop_reason
+        )
+        reason = next(reasons, "")
         request = _STOP if reason else _CONTINUE
         problem = self._code.problem
         agreed = self.state.strategy.all_reduce_max(_FAILED if problem else request)
@@ -299,15 +303,11 @@ def plain_copy(value: Any) -> Any:
     Raises:
         TypeError: a value is none of what is allowed.
     """
-    if value is None or isinstance(value, bool):
+    if isinstance(value, bool | None):
         return value
-    # As Python's own: those of NumPy would have to be unpickled.
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
+    for kind, plain in _PLAIN_TYPES:
+        if isinstance(value, kind):
+            return plain(value)
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (list, tuple):

@@ -35,6 +35,7 @@ from runner.core import (
     errors,
     files,
     layout,
+    module_tree,
     tensor_facts,
     terminal,
 )
@@ -165,7 +166,7 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
             f"torch.export cannot write the layers of precision={precision.name} "
             f"({precision.storage_format} weights, {precision.compute_format})"
         )
-    if any(isinstance(module, Experts) for module in model.modules()):
+    if module_tree.has_module(model, Experts):
         raise ExportError("torch.export cannot write the additions of an adapter to experts")
     # An LSTM is the only layer whose float16 kernel comes from this package: torch itself has
     # kernels for the others, which run where the program is loaded. See
@@ -174,7 +175,7 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
     if precision.kernels(model, device) != "float32_accumulate":
         return
     is_autocast = isinstance(precision.forward(tensor_facts.CPU_DEVICE), torch.autocast)
-    if is_autocast and any(isinstance(module, nn.LSTM) for module in model.modules()):
+    if is_autocast and module_tree.has_module(model, nn.LSTM):
         raise ExportError("torch has no float16 kernel on a CPU for an LSTM under autocast")
 
 
@@ -265,17 +266,10 @@ def _evaluation_mode(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> Iterator[None]:
     """Put the model in evaluation mode without gradients; restore modes and random states after."""
-    # One by one: a user's module may be in evaluation mode while the model trains.
-    modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad():
-        try:
-            model.eval()
-            with precision.eval_context(model):
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
+    mode = module_tree.evaluation_mode(model)
+    with torch.random.fork_rng(devices), torch.no_grad(), mode, precision.eval_context(model):
+        yield
 
 
 def _trace(module: nn.Module, example: Any, lengths: list[str]) -> torch.export.ExportedProgram:
@@ -364,7 +358,7 @@ def _facts(
         # MLflow's signatures have NumPy's dtypes, which lack bfloat16 and FP8.
         if not hasattr(np, tensor_facts.dtype_name(dtype)):
             raise ExportError(f"MLflow's signatures know no {tensor_facts.dtype_name(dtype)}")
-    if any(t.ndim == 0 or len(t) != _TRACED_ROWS for t in outputs):
+    if any(t.shape[:1] != (_TRACED_ROWS,) for t in outputs):
         raise ExportError("its outputs have no batch dimension")
     names = [f"output_{i}" for i in range(len(outputs))]
     if isinstance(expected, dict) and len(expected) == len(outputs):

@@ -18,7 +18,7 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 from torch import Tensor
 
-from runner.core import ConfigError, files
+from runner.core import ConfigError, files, module_tree
 from runner.precision.layers.quantized_linear import packed_label
 
 FOLDER_FILES = (
@@ -169,7 +169,7 @@ def _unpickle(path: Path) -> Any:
             is_zip = file.read(2) == b"PK"
         if is_zip:
             with ZipFile(path) as archive:
-                names = [member.filename for member in archive.infolist()]
+                names = archive.namelist()
                 if any(name.endswith("constants.pkl") for name in names):
                     raise _refusal(path, "is a TorchScript program")
                 # torch compresses no member, and a small compressed one may unpack to more than
@@ -240,8 +240,7 @@ def packed_layout(weights: Mapping[str, Any]) -> str:
             return "bnb-int8"
         if value.dtype is not torch.uint8:
             continue
-        start = f"{name}."
-        parts = {k.removeprefix(start): v for k, v in weights.items() if k.startswith(start)}
+        parts = module_tree.entries_below(f"{name}.", weights)
         if any(part.startswith("quant_state") for part in parts):
             from runner.precision.layers.bnb_linear import packed_mode, packing_label
 

@@ -4,9 +4,10 @@ Source: Zhao et al., PyTorch FSDP, arXiv:2304.11277; torch.distributed.fsdp.full
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor
 from runner.core import ConfigError, fmt, module_tree, tensor_facts
 from runner.training.strategies.process_group import ProcessGroupStrategy
 
-REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+REDUCE_DTYPES: Mapping[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @final
@@ -78,18 +79,18 @@ class FSDP(ProcessGroupStrategy):
             # Layers have the method whose packed weight holds its scales.
             if hasattr(module, "separate_scales"):
                 module.separate_scales(device)  # type: ignore[operator]
-        reduced = REDUCE_DTYPES.get(self.reduce_dtype or "")
+        usual = None
         if any(p.is_floating_point() and p.itemsize < 4 for p in model.parameters()):
             # For gradients that are narrower; others are added in their own dtype.
-            reduced = reduced or torch.float32
+            usual = torch.float32
+        reduced = REDUCE_DTYPES.get(self.reduce_dtype, usual)
         policy = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
+        shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
         # fully_shard takes inner modules before those that hold them.
-        for unit in [*self._units(model), model]:
-            reshard: bool | None = self.reshard_after_forward
-            if reshard and unit is model:
-                # None keeps the root's weights gathered: the backward needs them first.
-                reshard = None
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        for unit in self._units(model):
+            shard(unit, reshard_after_forward=self.reshard_after_forward)
+        # None keeps the root's weights gathered: the backward needs them first.
+        shard(model, reshard_after_forward=None if self.reshard_after_forward else False)
         assert isinstance(model, FSDPModule)
         self._model = model
         return model

@@ -103,13 +103,16 @@ def _check(loss: object) -> None:
             f"{ignored} in its place. Other tasks leave {batch_layout.IGNORED_LABEL} out: have the "
             "data set yield it."
         )
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        raise ConfigError(
-            f"task.loss={name} has parameters, which no optimizer would train. Make them a part "
-            "of the model, or tensors registered by register_buffer."
-        )
+    called = loss
+    if isinstance(loss, nn.Module):
+        called = loss.forward
+        if [*loss.parameters()]:
+            raise ConfigError(
+                f"task.loss={name} has parameters, which no optimizer would train. Make them a "
+                "part of the model, or tensors registered by register_buffer."
+            )
     with suppress(ValueError):  # a builtin has no signature
-        names = signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        names = signature(called)
         try:
             names.bind(None, None)
         except TypeError as error:
