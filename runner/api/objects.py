@@ -238,7 +238,7 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
     for callback in callbacks:
         kind = callback if isclass(callback) else type(callback)
         yield from class_problems(f"callbacks=[{object_name(callback)}]", kind)
-    data = objects.get("data")
+    data = objects.get("data", ())
     if isinstance(data, tuple | list):
         loader = next((part for part in data if isinstance(part, DataLoader)), None)
         if loader is not None:
@@ -251,7 +251,7 @@ def _role_problems(objects: Mapping[str, Any]) -> Iterator[str]:
                 "that every precision sees the same ones. Give the data sets: "
                 f"runner.run([{size_word}...], data=(train.dataset, val.dataset){collate_word})."
             )
-    elif data is not None and not callable(data):
+    elif not callable(data):
         yield (
             f"data= is {_kind(data)}. Give a tuple of data sets, (train, val) or (train, "
             "val, test), or a function that returns one."

@@ -41,8 +41,8 @@ def sync(folders: Sequence[str], uri: str | None = None, experiment: str | None 
     for folder in folders or ["outputs"]:
         for path in find_journals(Path(folder).absolute()):
             state = journal_state(path)
-            store = journal_store(path)
-            moves = state == "stored" and uri and store and store.uri != uri
+            store_uri = _store_uri(path)
+            moves = state == "stored" and uri and store_uri not in ("", uri)
             states[path] = "pending" if moves else state
     counts = Counter(states.values())
     # The process of a run that is training uploads its journal itself.
@@ -57,6 +57,12 @@ def sync(folders: Sequence[str], uri: str | None = None, experiment: str | None 
         f"{counts['training']} still training."
     )
     return 1 if failed else 0
+
+
+def _store_uri(path: Path) -> str:
+    """Return the URI of a journal's store; empty where it names none."""
+    store = journal_store(path)
+    return store.uri if store else ""
 
 
 def _upload(paths: Sequence[Path], uri: str | None, experiment: str | None) -> int:
@@ -125,12 +131,11 @@ def _wait_until_closed(
     """Yield each journal when it is closed, and the rest after too long a time without progress."""
     open_journals = list(statuses)
     while open_journals:
-        for status in open_journals:
+        for status in [*open_journals]:
             status.refresh()
-        closed = [status for status in open_journals if status.is_closed]
-        for status in closed:
-            open_journals.remove(status)
-            yield status
+            if status.is_closed:
+                open_journals.remove(status)
+                yield status
         # One process uploads all of them: the progress of any counts for those that wait.
         idle_seconds = time.monotonic() - max(status.progress_at for status in statuses)
         is_idle = idle_seconds > IDLE_TIMEOUT_SECONDS and not any(map(_is_busy, open_journals))
@@ -165,8 +170,6 @@ def _outcome(one: JournalStatus) -> str:
             status = record["status"]
     if state.run_id is None:
         return "nothing was recorded"
-    store = journal_store(one.journal)
-    uri = store.uri if store else ""
     without = f"; left out: {state.first_error}" if state.first_error else ""
-    place = f"{secrets.redact(uri)} as run {state.run_id}"
+    place = f"{secrets.redact(_store_uri(one.journal))} as run {state.run_id}"
     return f"uploaded to {place}, {status}, {points:,} points{without}"

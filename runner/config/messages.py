@@ -197,12 +197,11 @@ def option_hint(group: str, option: str, options: Sequence[str]) -> str:
     name = option.lower().replace("_", "-")
     # Nearly an option's whole name, the dtype in it, any likeness, or a likeness of its beginning.
     near = get_close_matches(name, options, n=1, cutoff=0.91)
-    meant = [names for dtype, names in DTYPE_PRECISIONS.items() if dtype in name]
-    if group == "precision" and meant and not near:
-        near = [*meant[0]]
+    if group == "precision" and not near:
+        near = [*next((names for dtype, names in DTYPE_PRECISIONS.items() if dtype in name), ())]
     near = near or errors.nearest_names(name, options)
-    begun = {each: each[: len(name)] for each in options}
-    near = near or [each for each in begun if get_close_matches(name, [begun[each]], cutoff=0.75)]
+    size = len(name)
+    near = near or [each for each in options if get_close_matches(name, [each[:size]], cutoff=0.75)]
     typed = " or ".join(f"{group}={each}" for each in near[:3])
     return f" Type {typed}." if near else ""
 

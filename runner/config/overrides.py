@@ -167,15 +167,14 @@ def _sweep_words(overrides: Sequence[str], flags: Sequence[str]) -> list[str]:
     sweep; empty for other commands and for those that have these words."""
     if any(flag.partition("=")[0] in _QUERY_FLAGS for flag in flags):
         return []
-    modes = [text for text in overrides if text.startswith("mode=")]
-    advises = modes[-1:] in (["mode=advise"], ["mode=gate"])
-    has_preset = any(text.startswith("sweep=") for text in overrides)
-    has_sweeper = any(text.startswith("hydra/sweeper=") for text in overrides)
+    # The last value of a key counts.
+    values = dict(text.split("=", 1) for text in overrides if "=" in text)
+    advises = values.get("mode") in ("advise", "gate")
     # Two sweepers contradict each other; the sweep's callback reports it.
-    words = [_SWEEPER] if advises and not has_preset and not has_sweeper else []
-    has_mode = any(text.startswith("hydra.mode=") for text in overrides)
+    words = [_SWEEPER] if advises and values.keys().isdisjoint(("sweep", "hydra/sweeper")) else []
     # Hydra 1.4 does not read the mode that a preset sets.
-    if (words or (has_preset and not has_mode)) and not _MULTIRUN_FLAGS & {*flags}:
+    is_preset = "sweep" in values and "hydra.mode" not in values
+    if (words or is_preset) and _MULTIRUN_FLAGS.isdisjoint(flags):
         words.append(_MULTIRUN)
     return words
 

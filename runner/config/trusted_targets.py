@@ -47,6 +47,12 @@ class that they must have."""
 _OWN_FUNCTIONS: Mapping[str, tuple[str, ...]] = {"data": ("runner.data.padding.pad",)}
 """Functions of the runner by group that no option names."""
 
+_CALLED_KEYS: Mapping[str, Collection[str]] = {
+    "data": targets.GROUPS["data"].called_keys,
+    "task": ("loss", "after_evaluation"),
+}
+"""Keys by group whose values may name a target as text."""
+
 
 class SavedConfig(NamedTuple):
     """A config that is read back from a file.
@@ -125,10 +131,10 @@ def _group_targets(group: str, node: Any) -> list[tuple[str, Any]]:
     included."""
     values: list[tuple[str, Any]] = []
     for each in node if isinstance(node, list) else [node]:
-        if group == "data" and isinstance(each, Mapping):
-            values += [(f"data.{key}", each.get(key)) for key in targets.GROUPS["data"].called_keys]
-        if group == "task" and isinstance(each, Mapping):
-            values += [(f"task.{key}", each.get(key)) for key in ("loss", "after_evaluation")]
+        if not isinstance(each, Mapping):
+            continue
+        values += [(f"{group}.{key}", each.get(key)) for key in _CALLED_KEYS.get(group, ())]
+        if group == "task":
             values += [(item.key, item.value) for item in targets.metric_items(each.get("metrics"))]
     texts = [(key, value) for key, value in values if isinstance(value, str)]
     return [*_targets(group, node), *texts]
@@ -146,11 +152,11 @@ def _targets(key: str, node: Any) -> Iterator[tuple[str, Any]]:
 def _is_known(group: str, target: Any) -> bool:
     if not isinstance(target, str):
         return False
+    own = [*_OWN_FUNCTIONS.get(group, ())]
     # The targets of the runner's own options of the group.
     for path in layout.BUILT_IN_CONFIGS.glob(f"{group}/*.yaml"):
-        if target in re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE):
-            return True
-    if target in _OWN_FUNCTIONS.get(group, ()):
+        own += re.findall(r"^ *_target_: (\S+)$", path.read_text(), re.MULTILINE)
+    if target in own:
         return True
     packages, base_class = _KINDS.get(group, ((), object))
     if group == "task" and target.startswith("torchmetrics."):

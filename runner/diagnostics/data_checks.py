@@ -222,8 +222,8 @@ def _portions(loader: DatasetLoader) -> Iterator[tuple[Tensor, Batch]]:
 def _not_finite(nest: Any, count: int) -> Tensor:
     """Return which samples of a nest of tensors [count, ...] are not finite: bool [count], CPU."""
     wrong = torch.zeros(count, dtype=torch.bool)
-    for value in tree_leaves(nest):
-        if not isinstance(value, Tensor) or value.shape[:1] != (count,):
+    for value in tensor_facts.tensors_in(nest):
+        if value.shape[:1] != (count,):
             continue
         real = tensor_facts.real_view(value)
         if not real.is_floating_point() or not real.numel():
@@ -327,10 +327,10 @@ def output_lines(
     if task.whole_batch and run.strategy.rank.world_size > 1:
         check_joinable(state, batch, output)
     parts = run.spec.train.accumulate * run.strategy.rank.world_size
-    if parts > 1 and not task.whole_batch:
-        labels_of(task, batch[1])  # by whose number the parts weigh
-    is_known = task.whole_batch or task.additions.whole_batch is False
-    if not run.spec.trains or parts == 1 or is_known:
+    if parts == 1 or task.whole_batch:
+        return
+    labels_of(task, batch[1])  # by whose number the parts weigh
+    if not run.spec.trains or task.additions.whole_batch is False:
         return
     whole, halves = _whole_and_halves(state, *batch, output)
     tolerance = _LOSS_TOLERANCE

@@ -4,6 +4,7 @@ share the matrix work of a forward among the formats that it was computed in.
 Work is counted in floating-point operations, two for a multiplication and its addition.
 """
 
+import re
 from collections import Counter, defaultdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from runner.config.messages import CPU_CASTS
 from runner.core import ConversionReport, Precision, fmt, model_call, module_tape, tensor_facts
@@ -21,12 +21,11 @@ from runner.precision.layers.experts import Experts
 MIN_ASKED_SHARE = 0.9
 """Share of the work in the format that was asked for, below which a run warns."""
 
-_HEAVY = (
-    *("convolution", "mm", "linear", "scaled_dot_product"),
-    *("lstm", "gru", "rnn", "norm", "embedding"),
-)
+_HEAVY = re.compile("convolution|mm|linear|scaled_dot_product|lstm|gru|rnn|norm|embedding")
 """Parts of the names of operators whose input dtype is the dtype that a module computes in."""
-
+_NO_INDICES = {"int8", "bcomplex32", "complex32", "complex64", "complex128"}
+"""Dtypes that are not floating and that kernels compute in; other integers are indices, as those of
+an embedding."""
 
 _PRODUCTS = ("mm", "bmm", "int_mm", "grouped_mm", "grouped_mm_fallback", "linear", "mv", "dot")
 _PRODUCTS_ADDED = ("addmm", "baddbmm", "addbmm", "addmm_activation", "addmv")
@@ -54,7 +53,7 @@ def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[Tensor, int] |
 
 def _names(values: Any) -> set[str]:
     """Return the names of the dtypes of the tensors in a nest."""
-    return {tensor_facts.dtype_name(v.dtype) for v in tree_leaves(values) if isinstance(v, Tensor)}
+    return {tensor_facts.dtype_name(tensor.dtype) for tensor in tensor_facts.tensors_in(values)}
 
 
 class DtypeProbe(TorchDispatchMode):
@@ -90,8 +89,7 @@ class DtypeProbe(TorchDispatchMode):
         if any(module._compiled_call_impl for module in self.model.modules()):
             return self
         end = partial(self._note, "outputs")
-        for dotted_name, module in self.model.named_modules():
-            name = dotted_name or module_tape.ROOT
+        for name, module in module_tape.named_modules(self.model):
             self._tape.watch_calls(name, module, self._note_inputs, end)
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
@@ -113,15 +111,11 @@ class DtypeProbe(TorchDispatchMode):
             module = self._tape.running[-1]
             # Without the operator's namespace and overload, as addmm.
             name = func._schema.name.split("::")[1].strip("_")
-            if any(part in name for part in _HEAVY):
+            if _HEAVY.search(name):
                 # The first one alone: norms may hold weights and statistics in a wider dtype.
                 floats = (a for a in args if isinstance(a, Tensor) and a.is_floating_point())
                 first = next(floats, None)
-                if first is None:
-                    # Other integers are indices, as those of an embedding.
-                    kinds = {n for n in _names(args) if "complex" in n or n == "int8"}
-                else:
-                    kinds = {_kernel_dtype(first)}
+                kinds = _names(args) & _NO_INDICES if first is None else {_kernel_dtype(first)}
                 self.seen["computes", module] |= kinds
             product = _product(name, args, out)
             if product is not None:
@@ -130,15 +124,14 @@ class DtypeProbe(TorchDispatchMode):
 
     def _note_inputs(self, name: str, values: Any) -> None:
         self._note("inputs", name, values)
-        first = next((v for v in tree_leaves(values) if isinstance(v, Tensor) and v.ndim), None)
+        first = next((t for t in tensor_facts.tensors_in(values) if t.ndim), None)
         if first is not None and first.numel():
             self.input_rows[name] += first.numel() // first.shape[-1]
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""
         rows = []
-        for dotted_name, module in self.model.named_modules():
-            name = dotted_name or module_tape.ROOT
+        for name, module in module_tape.named_modules(self.model):
             if not self.seen["outputs", name]:
                 continue
             columns = {"stores": _names(list(module.parameters(recurse=False)))}
@@ -236,7 +229,8 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     asked.add("complex128" if precision.storage is torch.float64 else "complex64")
     # Emulated tensor cores give an LSTM's kernel its half operands in float32.
     accumulates = precision.kernels(probe.model, tensor_facts.CPU_DEVICE) == "float32_accumulate"
-    kept = [n for n, m in probe.model.named_modules() if isinstance(m, KeptInFloat32)]
+    named = probe.model.named_modules()
+    kept = tuple(f"{name}." for name, module in named if isinstance(module, KeptInFloat32))
     # In a storage of 16 bits the model declares them, as T5 does its second products.
     weights = probe.model.named_parameters() if precision.storage.itemsize == 2 else ()
     wide = {n.rpartition(".")[0] for n, p in weights if p.dtype is torch.float32}
@@ -245,7 +239,7 @@ def _work_caveat(probe: DtypeProbe, precision: Precision, work: _Work) -> str:
     for (module, operator, kind), count in work.items():
         is_asked = kind in asked or (accumulates and operator == "mkldnn_rnn_layer")
         is_asked |= kind == "float32" and module in wide
-        if not is_asked and not any(f"{module}.".startswith(f"{name}.") for name in kept):
+        if not is_asked and not f"{module}.".startswith(kept):
             flops += count
             other[f"{operator} in {kind}"].add(module)
     if flops <= (1 - MIN_ASKED_SHARE) * sum(work.values()):

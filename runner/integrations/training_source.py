@@ -182,7 +182,7 @@ def step_dtypes(
     elements: Counter[str] = Counter()
     for param in model.parameters():
         elements[tensor_facts.dtype_name(param.dtype)] += param.numel()
-    stores = elements.most_common(1)[0][0] if elements else "float32"
+    stores = max(elements, key=elements.__getitem__, default="float32")
     counts = Counter(name for row in rows for name in row["computes"].split())
     if not counts or request.label in _UNSEEN_LABELS:
         return StepDtypes(request.label, (), stores, has_scale, False)

@@ -112,9 +112,7 @@ def comparable_modules(model: nn.Module) -> set[str]:
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     inside = {part for module in compiled for part in module.modules() if part is not module}
     inside |= {part for module in model.modules() for part in expert_parts(module)}
-    return {
-        name or module_tape.ROOT for name, module in model.named_modules() if module not in inside
-    }
+    return {name for name, module in module_tape.named_modules(model) if module not in inside}
 
 
 def functions_are_seen(model: nn.Module) -> bool:
@@ -134,8 +132,7 @@ def visited_modules(
     calls = ModuleCalls(visitor, listeners)
     functions = calls if functions_are_seen(model) else nullcontext()
     with module_tape.ModuleTape() as tape, warnings.catch_warnings(), functions:
-        for dotted_name, module in model.named_modules():
-            name = dotted_name or module_tape.ROOT
+        for name, module in module_tape.named_modules(model):
             if name in names:
                 # The forward of a compiled module would be traced into its program.
                 key = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,9 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from runner.core import Batch, Precision, backpropagate, loss_of, module_tape, module_tree
+from runner.core import (
+    Batch,
+    Precision,
+    backpropagate,
+    loss_of,
+    module_tape,
+    module_tree,
+    tensor_facts,
+)
 from runner.diagnostics.divergence.boundaries import (
     WRITTEN,
     Boundary,
@@ -210,7 +217,9 @@ def compare_batch(
     reference = recorded or record_reference(*first)
     free, free_errors = _run_freely(second, reference)
     own = module_tape.ROOT
-    outputs = [b for b in free_errors.forward if b.module == own and b.side == "out"]
+    outputs = {
+        b: error for b, error in free_errors.forward.items() if b.module == own and b.side == "out"
+    }
     log_probabilities = _log_probabilities(second, reference, free, outputs)
     flips = _flips(model, reference, free)
     # Dtypes alone are read below: the passes to come need the memory.
@@ -232,13 +241,12 @@ def compare_batch(
         if divergence is None or divergence.added.found.peak < _KINK_PEAK:
             break
     rows = _with_operation(rows, (first, second), reference)
-    output_errors = [free_errors.forward[boundary] for boundary in outputs]
     every_error = [error for errors in free_errors for error in errors.values()]
     return BatchComparison(
         reference_execution.state.step + 1,
         rows,
         (reference.loss, free.loss),
-        max((one.relative for one in output_errors if one.norm or one.error), default=math.nan),
+        max((one.relative for one in outputs.values() if one.norm or one.error), default=math.nan),
         _joined_error([*free_errors.gradients.values()]),
         log_probabilities,
         second.execution.scale,
@@ -363,10 +371,9 @@ def _record(
 ) -> None:
     """Record the floating tensors that a function of torch returns in one module's own code."""
     if running == module:
-        for leaf in tree_leaves(result):
-            has_numbers = isinstance(leaf, Tensor) and not isinstance(leaf, ExpertWeight)
-            if has_numbers and leaf.is_floating_point():
-                trace.append((name, leaf.detach()))
+        for tensor in tensor_facts.tensors_in(result):
+            if not isinstance(tensor, ExpertWeight) and tensor.is_floating_point():
+                trace.append((name, tensor.detach()))
 
 
 def _settle_own_scales(one: _Pass) -> None:
@@ -402,7 +409,7 @@ def _joined_error(errors: Sequence[TensorError]) -> float:
 
 
 def _log_probabilities(
-    one: _Pass, reference: Reference, free: Reference, outputs: Sequence[Boundary]
+    one: _Pass, reference: Reference, free: Reference, outputs: Iterable[Boundary]
 ) -> LogProbabilityError | None:
     """Return how far apart the targets' log-probabilities are, by the first output of more than
     one dimension: a model that returns its loss returns that first."""

@@ -426,7 +426,7 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
             continue
         error = added.found
         is_known = added.is_unexplained and added.is_known_sum
-        tone: Tone = "bad" if added.is_unexplained and not is_known else ""
+        tone: Tone = "bad" if added.is_news else ""
         line = [
             Cell(row.module, tone, row.kind),
             Cell(added.tensor, note=f"{added.dtype}, {KNOWN_SUM}" if is_known else added.dtype),

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,6 +98,11 @@ class AddedError:
             return True
         return self.ratio > self.largest_ratio
 
+    @property
+    def is_news(self) -> bool:
+        """Return whether neither rounding nor KNOWN_SUM explains the error."""
+        return self.is_unexplained and not self.is_known_sum
+
 
 class Network:
     """Facts about the compared model, by which its errors are judged.
@@ -132,27 +137,28 @@ class Network:
         roundoffs: Roundoffs,
     ) -> None:
         model = execution.state.plain_model
-        modules = {name or module_tape.ROOT: module for name, module in model.named_modules()}
-        self.kinds: dict[str, str] = {}
-        for name, _ in reference.generators:
-            self.kinds[name] = type(modules[name]).__name__ if name in modules else ""
-        self.kinds[LOSS] = "loss"
+        classes: dict[str, str] = {}
         self.layers: set[str] = set()
-        for name, module in modules.items():
+        for name, module in module_tape.named_modules(model):
+            classes[name] = type(module).__name__
             is_plain = type(module).__module__.startswith("torch.nn.")
             if is_converted(module) or (is_plain and next(module.children(), None) is None):
                 self.layers.add(name)
+        self.kinds = {name: classes.get(name, "") for name, _ in reference.generators}
+        self.kinds[LOSS] = "loss"
         self.widths: defaultdict[str, int] = defaultdict(lambda: 1)
         self.rows: defaultdict[str, int] = defaultdict(lambda: 1)
         for boundary, value in reference.values.items():
-            width = value.numel() // max(value.shape[0], 1) if value.ndim > 1 else 1
-            height = value.numel() // max(value.shape[-1], 1) if value.ndim else 1
+            # A product of no sizes is 1.
+            width = value.numel() // max(math.prod(value.shape[:1]), 1)
+            height = value.numel() // max(math.prod(value.shape[-1:]), 1)
             for name in (reference.owners[boundary], reference.users[boundary]):
                 self.widths[name] = max(self.widths[name], width)
                 self.rows[name] = max(self.rows[name], height)
+        self.owners = {**reference.owners}
         # What only this execution writes into is no boundary of the reference.
-        written = {b: b.module for b in added.forward if b not in reference.owners}
-        self.owners = reference.owners | written
+        for boundary in added.forward:
+            self.owners.setdefault(boundary, boundary.module)
         self.users = reference.users
         self.positions = {boundary: number for number, boundary in enumerate(self.owners)}
         tensors = {**free.values, **dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -203,19 +209,16 @@ def module_errors(
         added: of what is computed from the reference's own tensors and gradients.
         explained: of the perturbed reference.
     """
-    rows = {name: ModuleErrors(name, kind) for name, kind in network.kinds.items()}
-    for boundary, error in free.forward.items():
-        row = rows.get(boundary.module)
-        if row is not None and boundary.side == "in" and boundary.call == 0:
-            row.arrived = max(row.arrived, error.relative)
-    for boundary, error in free.backward.items():
-        row = rows.get(boundary.module)
-        if row is not None and boundary.side == "out" and boundary.call == 0:
-            row.gradient_arrived = max(row.gradient_arrived, error.relative)
+    arrived = _largest_arriving(free.forward, "in")
+    gradient_arrived = _largest_arriving(free.backward, "out")
     forward = fmt.grouped(_forward_errors(network, added, explained))
     backward = fmt.grouped(_backward_errors(network, added, explained))
-    for name, row in rows.items():
+    rows = []
+    for name, kind in network.kinds.items():
         computed, gradients = forward.get(name, []), backward.get(name, [])
+        if not (computed or gradients):
+            continue
+        row = ModuleErrors(name, kind, arrived[name], gradient_arrived[name])
         row.added = max(computed, key=_severity, default=None)
         row.gradient_added = max(gradients, key=_severity, default=None)
         for one in gradients:
@@ -224,22 +227,34 @@ def module_errors(
                 row.experts.add(bracket + number)
         # Buffers, as the counter of a batch norm, say nothing of the output beside them; an
         # attention mask of zeros is usual beside other tensors, and a gradient of zeros is not.
-        outputs = [one.is_compared for one in computed if not one.is_state]
-        inputs = [one.is_compared for one in gradients if not one.is_state]
-        parameters = [one.is_compared for one in gradients if one.is_state]
-        if outputs and not any(outputs):
+        if _are_compared(computed, of_state=False) == {False}:
             row.uncompared.add("output")
-        if not all(inputs) or (parameters and not any(parameters)):
+        inputs = _are_compared(gradients, of_state=False)
+        if False in inputs or _are_compared(gradients, of_state=True) == {False}:
             row.uncompared.add("backward")
-    return [row for row in rows.values() if row.added or row.gradient_added]
+        rows.append(row)
+    return rows
+
+
+def _largest_arriving(errors: Mapping[Boundary, TensorError], side: str) -> defaultdict[str, float]:
+    """Return by module the largest relative error on one side of its first call; 0 without any."""
+    largest: defaultdict[str, float] = defaultdict(float)
+    for boundary, error in errors.items():
+        if boundary.side == side and boundary.call == 0:
+            largest[boundary.module] = max(largest[boundary.module], error.relative)
+    return largest
+
+
+def _are_compared(errors: Sequence[AddedError], of_state: bool) -> set[bool]:
+    """Return the answers of is_compared of the errors of a state, or of the others."""
+    return {one.is_compared for one in errors if one.is_state == of_state}
 
 
 def _severity(added: AddedError) -> tuple[bool, bool, int, float]:
     """Return by what an error stands for a module: the first that rounding does not explain, for
     what comes after it may follow from it; else the largest."""
-    is_news = added.is_unexplained and not added.is_known_sum
     position = added.position if added.is_unexplained else 0
-    return is_news, added.is_unexplained, -position, added.ratio / added.largest_ratio
+    return added.is_news, added.is_unexplained, -position, added.ratio / added.largest_ratio
 
 
 def _forward_errors(

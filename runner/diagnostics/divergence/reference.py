@@ -6,6 +6,7 @@ of torch.
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,16 +48,16 @@ class NarrowCode:
         """Note a function's call."""
         if name in _CASTS:
             return
-        leaves = tree_leaves(arguments)
-        dtypes = {t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point()}
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        operands = tensor_facts.tensors_in(arguments)
+        dtypes = {t.dtype for t in operands if t.is_floating_point()}
+        results = tensor_facts.tensors_in(result)
         # A view only has the dtype of what it is of; that of a grouped product is of no operand.
         passes_on = self.dtype in dtypes
         if not any(t.dtype is self.dtype and not (t._is_view() and passes_on) for t in results):
             return
         self.computing.add(module)
         # With a dtype among its arguments the code itself asked for it.
-        asked = any(isinstance(leaf, torch.dtype) for leaf in leaves)
+        asked = any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments))
         if not asked and dtypes - {self.dtype}:
             self.by_autocast.add(module)
 
@@ -205,11 +206,16 @@ class Recorder(Visitor):
         reference.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         unscaled_gradients: dict[object, Tensor] = {}
         for boundary, gradient in reference.gradients.items():
-            memory = (gradient.data_ptr(), gradient.shape, gradient.stride(), gradient.dtype)
+            memory = _memory(gradient)
             if memory not in unscaled_gradients:
                 unscaled_gradients[memory] = unscaled(gradient, scale)
             reference.gradients[boundary] = unscaled_gradients[memory]
         return reference
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    """Return by what two tensors are the same memory, seen as the same numbers."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def unscaled(gradient: Tensor, scale: float) -> Tensor:
@@ -299,8 +305,7 @@ def write_dump(
         names: dict[object, str] = {}
         for boundary, tensor in by_boundary.items():
             name = f"{kind}|{boundary.key}"
-            memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            first = names.setdefault(memory, name)
+            first = names.setdefault(_memory(tensor), name)
             if first == name:
                 tensors[name] = tensor
             else:
@@ -318,9 +323,9 @@ def write_dump(
             "computing": sorted(code.computing),
         }
     facts = {
-        "owners": [[b.key, owner] for b, owner in reference.owners.items()],
-        "users": [[b.key, user] for b, user in reference.users.items()],
-        "calls": [[module, call] for module, call in reference.generators],
+        "owners": _by_key(reference.owners),
+        "users": _by_key(reference.users),
+        "calls": [*reference.generators],
         "loss": reference.loss,
         "narrow_code": narrow_code,
         "same": same,
@@ -338,6 +343,11 @@ def write_dump(
             "facts": json.dumps(facts),
         },
     )
+
+
+def _by_key(names: Mapping[Boundary, str]) -> list[tuple[str, str]]:
+    """Return names by boundary as pairs, which JSON holds in their order."""
+    return [(boundary.key, name) for boundary, name in names.items()]
 
 
 def read_dump(path: Path, device: torch.device, model: nn.Module, batch: Batch) -> Reference:
@@ -380,7 +390,13 @@ def read_dump(path: Path, device: torch.device, model: nn.Module, batch: Batch) 
 
 def _reference(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> Reference:
     tensors |= {name: tensors[first] for name, first in facts["same"].items()}
-    reference = Reference(loss=facts["loss"])
+    by_kind: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        kind, _, key = name.partition("|")
+        by_kind[kind][key] = tensor
+    reference = Reference(
+        loss=facts["loss"], parameter_gradients=by_kind["parameter"], buffers=by_kind["buffer"]
+    )
     code = facts["narrow_code"]
     if code is not None:
         dtype = getattr(torch, code["dtype"])
@@ -389,16 +405,10 @@ def _reference(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> Referenc
     for key, owner in facts["owners"]:
         boundary = Boundary.from_key(key)
         reference.owners[boundary] = owner
-        reference.values[boundary] = tensors[f"value|{key}"]
-        if f"gradient|{key}" in tensors:
-            reference.gradients[boundary] = tensors[f"gradient|{key}"]
+        reference.values[boundary] = by_kind["value"][key]
+        if key in by_kind["gradient"]:
+            reference.gradients[boundary] = by_kind["gradient"][key]
     reference.users |= {Boundary.from_key(key): user for key, user in facts["users"]}
-    for name, tensor in tensors.items():
-        kind, _, key = name.partition("|")
-        if kind == "parameter":
-            reference.parameter_gradients[key] = tensor
-        elif kind == "buffer":
-            reference.buffers[key] = tensor
     for module, call in facts["calls"]:
         prefix = f"generator|{module}|{call}|"
         states = [tensors[name] for name in sorted(tensors) if name.startswith(prefix)]
@@ -419,9 +429,8 @@ def weights_digest(model: nn.Module) -> str:
 def batch_digest(batch: Batch) -> str:
     """Return a digest of a batch's tensors."""
     digest = hashlib.sha256()
-    for leaf in tree_leaves(tuple(batch)):
-        if isinstance(leaf, Tensor):
-            digest.update(_bytes(leaf))
+    for tensor in tensor_facts.tensors_in(tuple(batch)):
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
 
 

@@ -151,13 +151,10 @@ def _add_execution(
     narrow_code = tensors.narrow_code
     rounding: set[str] = set()
     if narrow_code is not None:
-        takers = [
-            u for b, u in users.items() if b in tensors.values and tensors.values[b].dtype is narrow
-        ]
+        takers = [users.get(b, "") for b, t in tensors.values.items() if t.dtype is narrow]
         rounding = narrow_code.modules(takers)
     kept: set[nn.Module] = set()
-    for dotted_name, module in execution.state.plain_model.named_modules():
-        name = dotted_name or module_tape.ROOT
+    for name, module in module_tape.named_modules(execution.state.plain_model):
         if uses_tf32:
             roundoffs.code[name] = max(roundoffs.code[name], TF32)
         if is_converted(module):
@@ -235,11 +232,10 @@ class Perturber:
     def perturbed_parameters(self, model: nn.Module) -> Iterator[None]:
         """Return a context in which the model's parameters are as rounding may have them."""
         roundoffs = defaultdict(float)
-        for name, module in model.named_modules():
+        for name, module in module_tape.named_modules(model):
             for parameter in module.parameters(recurse=False):
                 # A tied parameter belongs to several modules, and is changed once.
-                code = self.roundoffs.code[name or module_tape.ROOT]
-                roundoffs[parameter] = max(code, roundoffs[parameter])
+                roundoffs[parameter] = max(self.roundoffs.code[name], roundoffs[parameter])
         changed = {p: r for p, r in roundoffs.items() if tensor_facts.unit_roundoff(p.dtype) and r}
         before = {parameter: parameter.detach().clone() for parameter in changed}
         for parameter, roundoff in changed.items():
@@ -316,8 +312,9 @@ class Substitution(Visitor):
         self._given = GivenTensors()
         # A leaf, so that what is put in has a backward.
         self._start = torch.zeros((), requires_grad=True)
-        # Of the calls that run, the innermost last; the first is the code around the model.
-        self._running = [_OwnCode()]
+        # Of the calls that run, the innermost last; the first two are the code around the model,
+        # whose caller it is itself.
+        self._running = [_OwnCode()] * 2
 
     def begin_call(self, module: str, call: int) -> None:
         """Set the generators as they were before this call in the reference."""
@@ -332,18 +329,16 @@ class Substitution(Visitor):
         expected = reference.values.get(boundary)
         if expected is None:
             return tensor
-        takes = self._running[-1]
-        computes = self._running[-2] if len(self._running) > 1 else takes
+        computes, takes = self._running[-2:]
         if boundary.side == "out":
             computes, takes = takes, computes
         source = self._given.source(tensor)
         # What one execution passes on, the other may have changed.
-        if source is not None and reference.values.get(source) is not expected:
-            source = None
-        if source is None:
-            self.forward[boundary] = measure_error(tensor, expected, counts=self._counts)
-        else:
+        if source is not None and reference.values.get(source) is expected:
             self.forward[boundary] = no_error(expected)
+        else:
+            source = None
+            self.forward[boundary] = measure_error(tensor, expected, counts=self._counts)
         if expected.shape != tensor.shape:
             return tensor
         perturber = self._perturber

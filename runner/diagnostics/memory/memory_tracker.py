@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from runner.core import module_tape, tensor_facts
 from runner.precision.emulation.cpu_kernels import KERNELS
@@ -115,8 +114,8 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         kind = TEMPORARIES if module_tape.is_in_backward() or self._updates else self.kind
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.add(kind, *(t for t in leaves if t.untyped_storage()._cdata not in self._held))
+        made = tensor_facts.tensors_in(result)
+        self.add(kind, *(t for t in made if t.untyped_storage()._cdata not in self._held))
         # The workspace is freed when the operator returns: it counts at this moment alone.
         now = list(self._now)
         now[TEMPORARIES] += workspace_bytes(func, args, kwargs or {}, result, self.accumulates)
@@ -136,13 +135,13 @@ def workspace_bytes(
         accumulates: runner.precision.emulation.cpu_kernels computes float16 operators with float32
             kernels.
     """
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    inputs = tensor_facts.tensors_in((args, kwargs))
     if not inputs or inputs[0].device.type != "cpu":
         return 0
     name = func.name().partition("::")[2].partition(".")[0]
     dtype = inputs[0].dtype
     if accumulates and name in KERNELS and dtype is torch.float16:
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensor_facts.tensors_in(result)
         output_halves = sum(t.numel() for t in outputs if t.dtype is torch.float16)
         input_halves = sum(t.numel() for t in inputs if t.dtype is torch.float16)
         # The float32 kernel has returned, and freed its workspace, before its result is rounded to
@@ -195,16 +194,11 @@ def _convolution(name: str, args: Sequence[Any], result: Any, dtype: torch.dtype
         result: what the call returned.
         dtype: that the kernel computes in.
     """
-    is_backward = name == "convolution_backward"
-    if is_backward:
-        output, inputs, weight = args[:3]
-        stride, padding = args[4:6]
-    elif name == "convolution":
-        output = result
-        inputs, weight = args[:2]
-        stride, padding = args[3:5]
-    else:
+    if name not in ("convolution", "convolution_backward"):
         return 0
+    is_backward = name == "convolution_backward"
+    # The backward's arguments are those of the forward after the gradient of the output.
+    output, inputs, weight, _, stride, padding = (args if is_backward else (result, *args))[:6]
     groups = inputs.shape[1] // weight.shape[1]
     x, w, y = (t.numel() * dtype.itemsize for t in (inputs, weight, output))
     # A convolution of single pixels is a product of matrices, which only bfloat16 reorders.

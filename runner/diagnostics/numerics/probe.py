@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from runner.core import (
     ConfigError,
@@ -51,12 +50,12 @@ def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
     Each module comes once; a parameter that several modules share belongs to the first of them.
     """
     seen: set[int] = set()
-    for name, module in model.named_modules():
+    for name, module in module_tape.named_modules(model):
         held = list(module.parameters(recurse=False))
         unseen = [p for p in held if id(p) not in seen]
         seen.update(map(id, held))
         if held:
-            yield name or module_tape.ROOT, module, unseen
+            yield name, module, unseen
 
 
 class Probe(TorchFunctionMode):
@@ -86,12 +85,11 @@ class Probe(TorchFunctionMode):
         self._weights: list[tuple[Tensor, list[Sample]]] = []
         self._routed: dict[str, tuple[Tensor, Tensor]] = {}
         model = self.state.plain_model
-        trainable = {id(p) for p in self.state.trainable_parameters}
+        trainable = {*map(id, self.state.trainable_parameters)}
         holders = set()
         # By id of a parameter the name of its module, and of a stacked weight its own.
         self._names: dict[int, str] = {}
         self._stacks = stack_names(model)
-        layers_of_experts = {name.rpartition(".")[0] for name in self._stacks}
         own_names = {id(p): name for name, p in model.named_parameters()}
         for name, module, params in modules_holding_tensors(model):
             holders.add(module)
@@ -106,16 +104,15 @@ class Probe(TorchFunctionMode):
         # The modules that are not torch's own.
         self._user_code: set[str] = set()
         names_of_experts = expert_names(model)
+        # The whole model is called once for each micro-batch.
+        begins: dict[str, module_tape.Note] = {"": self._begin_forward}
+        begins |= {name.rpartition(".")[0]: self._record_tokens for name in self._stacks}
         for dotted_name, module in model.named_modules():
             name = names_of_experts.get(module, dotted_name or module_tape.ROOT)
             if not type(module).__module__.startswith("torch."):
                 self._user_code.add(name)
-            # The whole model is called once for each micro-batch.
-            begin = self._begin_forward if module is model else None
-            if dotted_name in layers_of_experts:
-                begin = self._record_tokens
             end = self._record_output if module in holders else None
-            self._tape.watch_calls(name, module, begin, end)
+            self._tape.watch_calls(name, module, begins.get(dotted_name), end)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -135,7 +132,7 @@ class Probe(TorchFunctionMode):
 
     def _record_tokens(self, name: str, inputs: Any) -> None:
         """Copy what a layer of experts takes: the tokens, and the numbers of their experts."""
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        tensors = tensor_facts.tensors_in(inputs)
         if len(tensors) < 2:
             return
         tokens, chosen, *_ = tensors
@@ -175,10 +172,9 @@ class Probe(TorchFunctionMode):
         if len(samples) < MAX_OUTPUT_SAMPLES:
             # An output that is also the result of a measured operation counts once.
             counted = {id(t) for t in self._inner_tensors[name]}
-            for leaf in tree_leaves(output):
-                measurable = isinstance(leaf, Tensor) and is_measurable(leaf)
-                if measurable and id(leaf) not in counted:
-                    samples.append(take_sample(leaf, masked=name in self._user_code))
+            for tensor in tensor_facts.tensors_in(output):
+                if is_measurable(tensor) and id(tensor) not in counted:
+                    samples.append(take_sample(tensor, masked=name in self._user_code))
         self._inner_tensors[name].clear()
 
     def _record_gradient(self, param: Tensor) -> None:
@@ -206,8 +202,8 @@ class Probe(TorchFunctionMode):
             has_update |= kind == "updates" and bool(count.largest)
         # Where the optimizer skipped the step, updates of zero would read as swallowed ones.
         kinds = [kind for kind in KINDS if has_update or kind != "updates"]
-        names = [name or module_tape.ROOT for name, _ in self.state.plain_model.named_modules()]
-        names = list(dict.fromkeys((*names, *(name for name, _ in counts))))
+        named_modules = module_tape.named_modules(self.state.plain_model)
+        names = dict.fromkeys(name for name, _ in (*named_modules, *counts))
         order = [(name, kind) for name in names for kind in kinds if (name, kind) in counts]
         scale = None if self._scale is None else self._scale.item()
         measured = []
