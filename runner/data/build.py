@@ -5,7 +5,7 @@ before any data are read, so a wrong value is refused here.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from runner.core import (
     targets,
     torchrun,
 )
-from runner.data.collate import Collator, makes_batches
+from runner.data.collate import Collator, input_and_target, makes_batches
 from runner.data.fingerprint import fact_problems, learned_facts
 from runner.data.loader import Loader, LoaderOptions, SamplerOrder
 from runner.data.splits import RunData, RunSets, TextPairs, label_remedy, set_labels
@@ -202,17 +202,17 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
             "target), several inputs with the target last, or a dict of fields (docs/own-code.md)."
         )
     stated = meta.get("input")
-    example_input = example[0] if is_sequence and len(example) == 2 else None
+    example_input, target = input_and_target(example)
     if stated is None or not isinstance(example_input, Tensor):
         return
     shape = list(example_input.shape)
-    is_batch = isinstance(stated, Sequence) and shape[1:] == list(stated) and shape[0] > 1
-    if is_batch and getattr(example[1], "shape", ())[:1] == example_input.shape[:1]:
+    is_batch = shape[1:] == stated and shape[0] > 1
+    if is_batch and getattr(target, "shape", ())[:1] == example_input.shape[:1]:
         yield (
             f"data: the train set yields batches of {shape[0]}, not examples. Leave out what makes "
             f"them (.batched(), a DataLoader), and type train.batch_size={shape[0]}."
         )
-    elif not isinstance(stated, Sequence) or shape != list(stated):
+    elif shape != stated:
         typed = f"data.meta.input={str(shape).replace(' ', '')}"
         yield f"data.meta.input={stated}, but an example has the shape {shape}. Type {typed}."
 

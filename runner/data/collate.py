@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import default_collate
 
 from runner.core import RunnerError, errors, random_streams, stop_signals
+from runner.data.value_hash import is_dense_tensor
 
 _PARTS = ("input", "target")
 _OWN_COLLATOR = (
@@ -113,7 +114,7 @@ def _is_same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_is_same, first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if first.is_nested or first.layout is not torch.strided:
+        if not is_dense_tensor(first):
             return True  # not compared: few operations take such tensors
         return first.dtype is second.dtype and torch.equal(first.nan_to_num(), second.nan_to_num())
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
@@ -158,7 +159,7 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
         examples: of one batch.
         error: that torch's default_collate raised for them.
     """
-    pairs = [_pair(example) for example in examples]
+    pairs = [input_and_target(example) for example in examples]
     if isinstance(pairs[0][1], Mapping) and "boxes" in pairs[0][1]:
         return (
             "data: images with boxes are not stacked: they differ in the number of boxes. Type "
@@ -186,7 +187,7 @@ def collate_problem(examples: Sequence[Any], error: Exception) -> str:
     )
 
 
-def _pair(example: Any) -> Any:
+def input_and_target(example: Any) -> Any:
     """Return an example as (input, target); target is None where it is no pair."""
     if isinstance(example, tuple | list) and len(example) == 2:
         return example

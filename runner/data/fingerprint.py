@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import Subset
 
 from runner.core import fmt, random_streams, targets
+from runner.data.collate import input_and_target
 from runner.data.loader import restored_random_state
 from runner.data.splits import RunData, RunSets, Splits
 from runner.data.stream_loader import first_examples, is_stream
@@ -242,7 +243,7 @@ def _class_count(dataset: Any, first: Any, node: Mapping[str, Any]) -> int | Non
     names = learned_facts(dataset).get("classes")
     if names:
         return len(names)
-    target = first[1] if isinstance(first, tuple | list) and len(first) == 2 else None
+    _, target = input_and_target(first)
     is_integer = isinstance(target, int)
     if isinstance(target, Tensor):
         is_integer = not target.is_floating_point() and not target.is_complex()

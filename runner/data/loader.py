@@ -304,7 +304,7 @@ class Loader:
         Raises:
             ConfigError: the batch cannot be made of its examples.
         """
-        (batch,) = self._load_seeded(self._seeded([indices], epoch, number))
+        (batch,) = self._load_seeded([indices], epoch, number)
         return self.options.layout.split(batch)
 
     def close(self) -> None:
@@ -321,12 +321,11 @@ class Loader:
             )
         if makes_batches(dataset) and not self.uses_workers:
             return (dataset.batch(indices) for indices in chosen)
-        if not self.options.workers and self.options.collator is None:
-            return (checked_batch(collate(_examples(dataset, i.tolist()))) for i in chosen)
-        seeded_batches = self._seeded(chosen, epoch, start)
-        if not self.options.workers:
-            return self._load_seeded(seeded_batches)
-        return self._load_in_workers(seeded_batches)
+        if self.options.workers:
+            return self._load_in_workers(chosen, epoch, start)
+        if self.options.collator is not None:
+            return self._load_seeded(chosen, epoch, start)
+        return (checked_batch(collate(_examples(dataset, i.tolist()))) for i in chosen)
 
     def _seeded(self, chosen: Sequence[Tensor], epoch: int, start: int) -> list[list[int]]:
         """Return of each batch its seed, then its indices; see batches for the arguments."""
@@ -338,24 +337,18 @@ class Loader:
             for number, indices in enumerate(chosen, start)
         ]
 
-    def _load_seeded(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
-        """Yield batches as a loading process makes them, in this process.
-
-        Args:
-            seeded_batches: of each batch its seed, then its indices.
-        """
+    def _load_seeded(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
+        """Yield batches as a loading process makes them, in this process; see batches for the
+        arguments."""
         batches = _SeededBatches(self.dataset, self._make_batch)
-        for seeded_batch in seeded_batches:
+        for seeded_batch in self._seeded(chosen, epoch, start):
             with restored_random_state():
                 batch = batches.__getitems__(seeded_batch)
             yield checked_batch(batch)
 
-    def _load_in_workers(self, seeded_batches: list[list[int]]) -> Iterator[Any]:
-        """Yield batches from the loading processes, which load those of one epoch at a time.
-
-        Args:
-            seeded_batches: of each batch its seed, then its indices.
-        """
+    def _load_in_workers(self, chosen: Sequence[Tensor], epoch: int, start: int) -> Iterator[Any]:
+        """Yield batches from the loading processes, which load those of one epoch at a time; see
+        batches for the arguments."""
         if self._worker_loader is None:
             self._worker_loader = DataLoader(
                 _SeededBatches(self.dataset, self._make_batch),
@@ -369,7 +362,7 @@ class Loader:
                 worker_init_fn=init_worker,
             )
         # The list changes in place: persistent processes' DataLoader holds it as its batch sampler.
-        self._worker_batches[:] = seeded_batches
+        self._worker_batches[:] = self._seeded(chosen, epoch, start)
         try:
             yield from map(checked_batch, wait_for_batch(self._worker_loader, self.wait_context))
         except Exception:

@@ -3,10 +3,16 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+
+
+def is_dense_tensor(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor whose elements lie in one array: no sparse or nested
+    one."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
 
 
 def value_digest(value: Any) -> bytes:
@@ -29,7 +35,7 @@ def hash_value(content: Any, value: Any) -> None:
     """
     if str(getattr(value, "dtype", "")) == "object":
         value = value.tolist()  # numpy's bytes of objects are their addresses
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+    if is_dense_tensor(value):
         value = value.detach().cpu().contiguous()
         content.update(f"{value.dtype} {list(value.shape)} ".encode())
         content.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())

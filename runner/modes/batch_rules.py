@@ -172,16 +172,14 @@ def _fitting_task(failure: Failure) -> str:
     target = failure.target
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         return ""
-    fits = target.shape in (output.shape, output.shape[:-1] if output.shape[-1:] == (1,) else None)
+    fits = output.shape in (target.shape, (*target.shape, 1))
     is_regression = failure.names["task"] == "regression" and target.is_floating_point()
     if fits and not is_regression and bool(((target == 0) | (target == 1)).all()):
         return "binary"
     if target.is_floating_point() or target.is_complex():
         return "regression" if output.shape == target.shape else ""
-    if output.dim() == 2 and target.shape == output.shape[:1]:
-        return "classification"
-    if output.dim() == 3 and target.shape == output.shape[:2]:
-        return "language"
+    if target.shape == output.shape[:-1]:
+        return {2: "classification", 3: "language"}.get(output.dim(), "")
     return ""
 
 

@@ -502,8 +502,10 @@ def plan_diff(plan: run_context.PlannedRun) -> run_context.PlannedRun:
     for key, (value, _) in changes(run_spec, merged).items():
         if is_of_training(key) and not key.startswith(COMPARED_KEYS):
             # The word that was typed and set the key, as `data` sets `data.context`.
-            parents = [word for word in typed if f"{key}.".startswith(f"{word}.")]
-            parent = f"{max(parents, key=len)}=" if parents else key
+            parent = key
+            for word in module_tree.name_prefixes(key):
+                if word in typed:
+                    parent = f"{word}="
             raise ConfigError(
                 f"against={folder}: the run has {key}={value}, and both executions take its "
                 f"batches and training. Leave {parent} out. Allowed to "

@@ -28,7 +28,7 @@ from runner.data.build import RunLoaders
 from runner.data.stream_loader import DatasetLoader, StreamLoader
 from runner.diagnostics.dtype_trace import DtypeProbe
 from runner.modes.execution import build_proven_model, build_result
-from runner.modes.saved_run import changes, merge, typed_overrides
+from runner.modes.saved_run import changes, copy_key, merge, typed_overrides
 from runner.modes.startup import check_evaluation, describe_model, prepare_loaders, try_batch
 from runner.modes.training_outputs import describe_computation, make_evaluation_hook, save_dtypes
 from runner.tracking import locate
@@ -190,9 +190,9 @@ def _metrics_as_trained(run: RunContext, content: Mapping[str, Any]) -> dict[str
     # debug.overfit evaluates on a few training examples, so its metrics are of other data, too.
     reasons: list[str] = []
     spec = content["spec"]
-    saved = {key: part for key, part in spec.items() if key in _COMPARED_KEYS}
-    for section, name in (("debug", "overfit"), ("train", "batch_size")):
-        saved[section] = {key: part for key, part in spec.get(section, {}).items() if key == name}
+    saved: dict[str, Any] = {"debug": {}, "train": {}}
+    for key in _COMPARED_KEYS:
+        copy_key(spec, saved, key.split("."))
     for key, (old, new) in changes(saved, run.spec).items():
         is_added = key.startswith(tuple(f"task.{name}" for name in targets.GROUPS["task"].own_keys))
         if not is_added and any(f"{key}.".startswith(f"{each}.") for each in _COMPARED_KEYS):

@@ -207,10 +207,15 @@ def read_initial_weights(spec: RunSpec) -> LoadedCheckpoint | None:
 def prepare_process(run: RunContext) -> None:
     """Seed the generators and set the process's switches, before anything is built."""
     run.accelerator.reset_peak_memory()
-    random_streams.seed_all(run.spec.seed)
-    if run.spec.deterministic:
-        random_streams.make_deterministic()
+    seed_process(run.spec)
     torch.set_anomaly_enabled(run.spec.debug.anomaly)
+
+
+def seed_process(spec: RunSpec) -> None:
+    """Seed the generators, and have torch compute deterministically where the spec asks for it."""
+    random_streams.seed_all(spec.seed)
+    if spec.deterministic:
+        random_streams.make_deterministic()
 
 
 def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> RunResult:

@@ -49,7 +49,12 @@ from runner.data.task_target import build_task
 from runner.diagnostics import saved_batch
 from runner.diagnostics.data_checks import labels_of
 from runner.diagnostics.saved_batch import SavedBatch
-from runner.modes.execution import build_execution, read_initial_weights, starting_model
+from runner.modes.execution import (
+    build_execution,
+    read_initial_weights,
+    seed_process,
+    starting_model,
+)
 from runner.modes.saved_run import RUN_KEYS, check_run, merge
 from runner.precision import registry
 from runner.training import state_dict
@@ -199,17 +204,18 @@ def replay(run: RunContext) -> None:
     # The scale of the step where it is known: at another one other gradients overflow.
     scale = 1.0 if value is None else saved.loss_scale or value.item()
     start = _start(run, saved, scale)
-    results: dict[str, ReplayResult] = {}
-    results[precision.name] = start.result or _replayed(run, precision, start, scale)
+    ours = start.result or _replayed(run, precision, start, scale)
+    results = {precision.name: ours}
+    plain_rows: dict[tuple[str, str, str], TracedTensor] = {}
     plain = registry.load_precision("32-true")
-    is_small = results[precision.name].weights_mib <= MAX_COMPARED_WEIGHTS_MIB
+    is_small = ours.weights_mib <= MAX_COMPARED_WEIGHTS_MIB
     # 32-true is the comparison; for itself and for float64 it would show nothing.
     is_narrower = precision.name != plain.name and precision.storage is not torch.float64
     if is_narrower and is_small:
         results[plain.name] = _replayed(run, plain, start, scale)
+        plain_rows = {row.key: row for row in results[plain.name].rows}
     console = run.console
-    (name, ours), *others = results.items()
-    step = " to ".join(str(number) for number in dict.fromkeys(saved.steps))
+    step = " to ".join(map(str, dict.fromkeys(saved.steps)))
     # A stream's samples have no indices that were saved.
     samples = sum(map(len, saved.micro_batches)) or sum(
         map(batch_layout.examples_in, start.batches)
@@ -217,22 +223,23 @@ def replay(run: RunContext) -> None:
     console.print(f"replay of step {step}: {samples} samples, weights: {start.weights}")
     for label, result in results.items():
         console.print(f"loss in {label}: {fmt.format_number(result.loss)}")
-    plain_rows = {row.key: row for _, result in others for row in result.rows}
     spot = first_nonfinite(ours.rows)
     if spot is not None:
-        console.print(_verdict(name, ours.rows[spot], plain_rows))
+        console.print(_verdict(precision.name, ours.rows[spot], plain_rows))
         rows = ours.rows[max(0, spot - ROWS_BEFORE_FIRST) : spot + ROWS_FROM_FIRST]
-    else:
-        # Those that come nearest to the end of their dtype's range.
-        ranges = {name: torch.finfo(getattr(torch, name)).max for *_, name, _, _ in ours.rows}
-        rows = sorted(ours.rows, key=lambda row: row.largest / ranges[row.dtype], reverse=True)
-        rows = rows[:ROWS_WHEN_FINITE]
-    console.print(_table(name, rows, plain_rows))
-    if spot is None:
-        console.print(
-            "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
-            "before the step>; above is what comes nearest to the end of its range."
-        )
+        console.print(_table(precision.name, rows, plain_rows))
+        return
+
+    def share_of_range(row: TracedTensor) -> float:
+        return row.largest / torch.finfo(getattr(torch, row.dtype)).max
+
+    # Those that come nearest to the end of their dtype's range.
+    rows = sorted(ours.rows, key=share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
+    console.print(_table(precision.name, rows, plain_rows))
+    console.print(
+        "Everything is finite with these weights. Type init.weights=<a checkpoint from shortly "
+        "before the step>; above is what comes nearest to the end of its range."
+    )
 
 
 def _start(run: RunContext, saved: SavedBatch, scale: float) -> _Start:
@@ -470,9 +477,14 @@ def state_before_step(
             f"The run was resumed at step {saved.begun}, and no checkpoint from there to step "
             f"{step} is left. Type init.weights=<a checkpoint from shortly before>."
         )
-    source = f"{start.path}" if start else "the beginning"
     reached = next(states_before(spec, [step], start, device, say))
+    source = _starting_place(start)
     return reached.state, reached.micros, f"those before the step, trained from {source}"
+
+
+def _starting_place(start: LoadedCheckpoint | None) -> str:
+    """Return in words where a training begins."""
+    return "the beginning" if start is None else str(start.path)
 
 
 class ReachedStep(NamedTuple):
@@ -516,11 +528,9 @@ def states_before(
     precision: Precision = targets.build_group("precision", spec.precision)
     precision.require(device)
     task: Task = build_task(spec.task)
-    if spec.deterministic:
-        random_streams.make_deterministic()
     # Seeded twice, as mode=train does: whatever random numbers the data draws, the model's weights
     # are those of the seed.
-    random_streams.seed_all(spec.seed)
+    seed_process(spec)
     loaders = build_run_loaders(spec, build_data(spec), device, task=task)
     loaders.train.start = state_dict.starting_point(start)
     planned = training_loop.total_steps(spec.train, loaders.train)
@@ -545,9 +555,7 @@ def states_before(
         if start is not None:
             state_dict.restore(state, start, spec, [])
     if last > 1:
-        source = f"{start.path}" if start else "the beginning"
-        first = start.content["step"] if start else 0
-        say(f"trains {last - 1 - first} steps again, from {source}")
+        say(f"trains {last - 1 - state.step} steps again, from {_starting_place(start)}")
     batches = training_loop.accumulation_batches(state, loaders.train, spec.train.accumulate)
     for micros, _ in batches:
         step = state.step + 1

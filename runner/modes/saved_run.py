@@ -407,18 +407,17 @@ def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
 
     Nothing is left to train, or the optimizer state is none of this run's.
     """
-    step = saved.content["step"]
-    epoch = saved.content["epoch"]
-    max_steps = spec.train.max_steps
+    place, reached = "in epoch", saved.content["epoch"]
+    key, limit = "epochs", spec.train.epochs
     # train.max_steps wins over train.epochs, so epochs count only where it is not set.
-    if max_steps is not None and max_steps < step:
-        return f"the run is at step {step} already. Type train.max_steps=<more than that>."
-    if max_steps is None and spec.train.epochs < epoch:
-        return f"the run is in epoch {epoch} already. Type train.epochs=<more than that>."
+    if spec.train.max_steps is not None:
+        place, reached = "at step", saved.content["step"]
+        key, limit = "max_steps", spec.train.max_steps
+    if limit < reached:
+        return f"the run is {place} {reached} already. Type train.{key}=<more than that>."
     new_run = f"init.weights={saved.path} in place of checkpoint.resume for a new run."
-    old = _optimizers(saved.content["spec"].get("optimizer") or {})
-    new = _optimizers(spec.optimizer)
-    kinds, new_kinds = ({name: kind for name, (kind, _) in each.items()} for each in (old, new))
+    kinds, divisions = _optimizers(saved.content["spec"].get("optimizer") or {})
+    new_kinds, new_divisions = _optimizers(spec.optimizer)
     if kinds != new_kinds:
         names, new_names = (
             ", ".join(str(target) for target, _ in each.values()) for each in (kinds, new_kinds)
@@ -428,7 +427,7 @@ def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     train = saved.content["spec"].get("train")
     frozen = train.get("freeze") if isinstance(train, Mapping) else None
     # Settings that would give the saved state to other parameters.
-    if old != new:
+    if divisions != new_divisions:
         keys = "optimizer.groups, no_decay_on and layer_decay"
     elif (frozen or []) != spec.train.freeze:
         keys = "train.freeze"
@@ -437,14 +436,17 @@ def _state_problem(spec: RunSpec, saved: LoadedCheckpoint) -> str:
     return f"its state is of groups with other settings. Leave {keys} out, or type {new_run}"
 
 
-def _optimizers(node: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, Any], dict[str, Any]]]:
+def _optimizers(
+    node: Mapping[str, Any],
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, dict[str, Any]]]:
     """Return the kinds of a run's optimizers, and the settings that divide their parameters, by
     their names."""
     # A node with a target is one optimizer; else it holds several, each under its name.
     nodes = {"": node} if "_target_" in node else node
-    found = {}
+    kinds = {}
+    divisions = {}
     for name, part in nodes.items():
         if isinstance(part, Mapping):
-            divisions = {key: part[key] for key in DIVISION_KEYS if part.get(key) is not None}
-            found[name] = ((part.get("_target_"), part.get("match")), divisions)
-    return found
+            kinds[name] = (part.get("_target_"), part.get("match"))
+            divisions[name] = {k: part[k] for k in DIVISION_KEYS if part.get(k) is not None}
+    return kinds, divisions

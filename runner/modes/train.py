@@ -312,7 +312,6 @@ def _step_contexts(
     """
     spec = run.spec
     first = callbacks.state.step + 1
-    asked = [callback.around_step for callback in callbacks.callbacks]
     state = callbacks.state
     own_state = callbacks.own_state
     # What is compiled does not run a mode of torch's.
@@ -321,9 +320,11 @@ def _step_contexts(
     @contextmanager
     def around_first(measured: AbstractContextManager[object]) -> Iterator[None]:
         # A signal ends it at once: it may compile for minutes, with nothing to save before it.
-        casts = _UNMEASURED if compiles else watched_casts(run, state)
-        scaled = state.scale.value is not None and not compiles
-        hooks = watch_gradient_calls(run.say) if scaled else _UNMEASURED
+        watches: list[AbstractContextManager[object]] = []
+        if not compiles:
+            if state.scale.value is not None:
+                watches.append(watch_gradient_calls(run.say))
+            watches.append(watched_casts(run, state))
         given = _refuse_gradients_of_original()
         with (
             run.signals.interruptible(),
@@ -331,9 +332,7 @@ def _step_contexts(
             checked_losses(run.task),
             first_step.probe,
             first_step.watch(),
-            hooks,
-            casts,
-            measured,
+            _together([*watches, measured]),
         ):
             yield
         # The step shows what has a gradient, and what a model returns in training mode alone.
@@ -358,7 +357,8 @@ def _step_contexts(
     contexts = {first: around_first, first + 1: around_second}
 
     def around(step: int) -> AbstractContextManager[object]:
-        found = [context for each in asked if (context := each(step)) is not None]
+        every = callbacks.callbacks
+        found = [made for each in every if (made := each.around_step(step)) is not None]
         measured = _together(found) if found else _UNMEASURED
         return contexts[step](measured) if step in contexts else measured
 

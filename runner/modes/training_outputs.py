@@ -66,12 +66,13 @@ _PROCESSES_FILE = "processes.json"
 def save_dtypes(run: RunContext, probe: DtypeProbe, report: ConversionReport) -> None:
     """Save in which dtypes each module stores and computes, a table on MLflow's page."""
     rows = probe.table()
-    conversions = {row.module: row for row in report.modules}
+    conversions = {
+        row.module: "converted" if row.is_converted else f"skipped: {row.why}"
+        for row in report.modules
+    }
     if conversions:
         for row in rows:
-            own = conversions.get(row["module"])
-            text = "" if own is None else f"skipped: {own.why}"
-            row["conversion"] = "converted" if own is not None and own.is_converted else text
+            row["conversion"] = conversions.get(row["module"], "")
     rounding = fused_rounding(run.spec)
     if rounding:
         names = {

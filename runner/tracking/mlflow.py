@@ -269,15 +269,18 @@ class MlflowTracker(Tracker):
     def _start_record(self, info: RunInfo) -> dict[str, object]:
         """Return the journal's first record: all that the writer needs to know about the run."""
         sweep_id = self.sweep or info.sweep
-        sweep = {"sweep_id": sweep_id, "role": info.role} if sweep_id else {}
+        sweep = {}
+        color = {}
+        if sweep_id:
+            sweep = {"sweep_id": sweep_id, "role": info.role}
+            # A sweep's jobs have folders with numbers as names.
+            if info.folder.name.isdigit():
+                color = {"mlflow.runColor": dashboard.run_color(int(info.folder.name))}
         # A job of a sweep is nested under the sweep's parent run.
         if info.role == "sweep" or not sweep_id:
             sweep |= _parent_tag(self.uri)
-        # A sweep's jobs have folders with numbers as names.
-        if sweep_id and info.folder.name.isdigit():
-            sweep["mlflow.runColor"] = dashboard.run_color(int(info.folder.name))
         # A user's tags replace ours of the source; those that the runner relies on replace both.
-        tags = {**_source_tags(info.tags), **self.extra_tags, **info.tags, **sweep}
+        tags = {**_source_tags(info.tags), **self.extra_tags, **info.tags, **sweep, **color}
         return {
             "id": uuid.uuid4().hex,
             "time": fmt.now_ms(),
@@ -304,6 +307,7 @@ class MlflowTracker(Tracker):
         """
         assert self._journal is not None
         assert self._status is not None
+        assert self._writer is not None
         if self._journal.lost:
             log.warning(
                 "%d records are lost: the disk of %s was full, and so was the memory for records "
@@ -316,7 +320,7 @@ class MlflowTracker(Tracker):
         check_follows = state.refusal and status == "FINISHED"
         if self._complete or self._refusal_reported or check_follows:
             return
-        writer_failure = self._writer.keep_alive() if self._writer else None
+        writer_failure = self._writer.keep_alive()
         reason = (
             state.refusal or state.failure or writer_failure or state.outage or state.first_error
         )
@@ -324,11 +328,12 @@ class MlflowTracker(Tracker):
 
     def _explain(self, reason: str) -> str:
         """Return why records are missing in the store, and how to upload them."""
-        path = self._journal.path if self._journal else Path()
+        assert self._status is not None
+        path = self._status.journal
         command = (
             f"`python -m runner sync {terminal.quote_command([fmt.relative_path(path.parent)])}`"
         )
-        if self._status and self._status.state.refusal:
+        if self._status.state.refusal:
             return (
                 f"{secrets.redact(self.uri)} does not take the run: {reason}. Its records are kept "
                 f"in {path}: {command} uploads them once that is fixed; with tracking.uri=... it "

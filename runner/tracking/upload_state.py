@@ -412,7 +412,7 @@ class JournalStatus:
             if stopped():
                 stop_deadline = min(stop_deadline, now + min(patience, _STOPPED_SECONDS))
             longest = patience * (_FILE_PATIENCE_FACTOR if self.state.sending_file else 1)
-            if now >= stop_deadline or now >= self.progress_at + longest:
+            if now >= min(stop_deadline, self.progress_at + longest):
                 break
             if not is_announced and now - started_at > _SILENT_SECONDS:
                 is_announced = True

@@ -93,7 +93,7 @@ def resolve_uri(
         # it.
         prefix, _, rest = store_uri.partition("://")
         path, mark, query = rest.removeprefix("/").partition("?")
-        if not path or path == ":memory:":
+        if path in ("", ":memory:"):
             raise ConfigError(
                 f"{source}={shown}: a store in memory is lost when its process ends. Type a file: "
                 "tracking.uri=sqlite:///outputs/mlflow.db."
@@ -225,10 +225,12 @@ def check_store(uri: str) -> None:
     elif uri.startswith("file:"):
         folder = Path(unquote(urlsplit(uri).path))
         _check_writable(folder, folder / "meta.yaml", uri)
-    if is_database(uri) and not uri.startswith("sqlite:"):
+    if not is_database(uri):
+        return
+    if not uri.startswith("sqlite:"):
         _check_driver(uri)
     # MLflow writes this folder into its SQL, between quotes that it does not escape.
-    if is_database(uri) and {"'", '"'} <= set(str(Path.cwd())):
+    if {"'", '"'} <= set(str(Path.cwd())):
         raise ConfigError(
             f"MLflow cannot open a database from {Path.cwd()}, whose path has both kinds of "
             "quotes. Type cd <another folder> first, or tracking=none to store nothing."

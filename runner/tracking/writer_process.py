@@ -307,8 +307,8 @@ def outputs_folder(journal: Path) -> Path:
 
     That is the nearest one called "outputs", else the parent of the run's folder.
     """
-    parents = [folder for folder in journal.parents if folder.name == "outputs"]
-    return parents[0] if parents else journal.parent.parent
+    parents = (folder for folder in journal.parents if folder.name == "outputs")
+    return next(parents, journal.parent.parent)
 
 
 def upload_in_background(folder: Path) -> int:

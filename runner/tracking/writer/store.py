@@ -159,10 +159,9 @@ class Store:
         key = f"id {known_id}" if known_id else f"name {name}"
         if key not in self._experiments:
             with classify_errors():
-                experiment_id = (
+                self._experiments[key] = (
                     self._get_active(known_id) if known_id else self._get_or_create(name)
                 )
-            self._experiments[key] = experiment_id
         return self._experiments[key]
 
     def _get_active(self, experiment_id: str) -> str:
@@ -199,7 +198,7 @@ class Store:
         # The folder of a database's artifacts; a server has its own.
         location = None
         database = sqlite_path(self.uri)
-        if database or is_database(self.uri):
+        if is_database(self.uri):
             folder = database.parent if database else Path.cwd() / "outputs"
             # MLflow decodes the path in any URI of artifacts, one without a scheme included.
             location = quote(os.fsencode(folder / "mlartifacts"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.core import files, journals, layout, secrets
+from runner.core import files, fmt, journals, layout, secrets
 from runner.tracking import history
 from runner.tracking.dashboard import SweepView
 from runner.tracking.upload_state import UploadState, journal_store
@@ -212,7 +212,7 @@ class JournalUploader:
             with suppress(RefusedError, UnreachableError):
                 self._system.count = self._store.system_sample_count(self._run_id)
         if self._system.is_due(time.monotonic()):
-            now = time.time_ns() // 1_000_000
+            now = fmt.now_ms()
             number = self._system.count
             points = [(name, value, now, number) for name, value in self._system.sample().items()]
             with suppress(RefusedError, UnreachableError):
