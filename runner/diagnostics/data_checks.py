@@ -299,7 +299,7 @@ def check_totals(state: TrainState, output: Any, target: Any) -> None:
             "sums that are added over all batches. Type return torch.stack([loss * count, count])."
         )
     metrics = task.evaluation_metrics(totals.tolist())
-    is_recorded = task.added_metrics or task.additions.hook or task.additions.quality
+    is_recorded = task.additions.metrics or task.additions.hook or task.additions.quality
     if not isinstance(metrics, dict) or not (is_recorded or task.quality in metrics):
         raise ConfigError(
             f"task={name}: summarise() returned {metrics!r}. It returns a dict of metrics by name, "

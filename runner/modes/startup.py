@@ -281,7 +281,7 @@ def check_evaluation(
     """
     task = run.task
     quality = task.additions.quality
-    if quality is None and task.added_metrics is None:
+    if quality is None and not task.additions.metrics:
         return
     first = next(iter(sets.values()))
 

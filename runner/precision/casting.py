@@ -380,11 +380,12 @@ def _refuse_ties(model: nn.Module, kept: Collection[str]) -> None:
         )
 
 
-def double_parts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the float64 parameters and buffers by name, of a model whose first matrix is of
-    another dtype: one that is built in float64 throughout has no such parts."""
+def double_parts(model: nn.Module, storage: torch.dtype) -> dict[str, Tensor]:
+    """Return the float64 parameters and buffers by name, where they are wider than the storage
+    dtype, of a model whose first matrix is of another dtype: one that is built in float64
+    throughout has no such parts."""
     first = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float64)
-    named = _named_tensors(model).items() if first is not torch.float64 else ()
+    named = _named_tensors(model).items() if torch.float64 not in (first, storage) else ()
     return {name: tensor for name, tensor in named if tensor.dtype is torch.float64}
 
 
@@ -404,38 +405,37 @@ def find_kept_tensors(
         plain = (torch.float32, storage)
         own = {
             f"{path}.{name}": tensor.dtype
-            for name, tensor in _named_tensors(part).items()
-            if tensor.is_floating_point() and tensor.dtype not in plain
+            for name, tensor in _named_floats(part).items()
+            if tensor.dtype not in plain
         }
         kept |= own
         for dtype in {*own.values()}:
             lines.append(f"stays in {tensor_facts.dtype_name(dtype)}, frozen by the model: {path}")
-    if storage is not torch.float64 and tensor_facts.widest_float(device) is torch.float64:
-        kept = {**dict.fromkeys(double_parts(model), torch.float64), **kept}
+    if tensor_facts.widest_float(device) is torch.float64:
+        kept = {**dict.fromkeys(double_parts(model, storage), torch.float64), **kept}
     declared: list[str] = []
     if storage.itemsize == 2:
         models = [n for n, m in model.named_modules() if hasattr(m, "_keep_in_fp32_modules")]
         # The lists of a model hold those of the models in it, whose names begin with its own.
         for path in sorted(module_tree.outermost_names(models)):
-            names = _declared_of(model.get_submodule(path), storage)
-            declared += [f"{path}.{name}".lstrip(".") for name in names]
+            declared += _declared_of(path, model.get_submodule(path), storage)
     if declared:
         lines.append(f"stays in float32, as the model declares: {fmt.first_names(declared, 8)}")
     return {**dict.fromkeys(declared, torch.float32), **kept}, tuple(lines)
 
 
-def _declared_of(model: Any, storage: torch.dtype) -> Iterator[str]:
-    """Yield the names of the float32 tensors of a model of transformers."""
+def _declared_of(path: str, model: Any, storage: torch.dtype) -> Iterator[str]:
+    """Yield the names of the float32 tensors of a model of transformers, which is at a path."""
     patterns = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if storage is torch.float16:
         patterns |= {*(model._keep_in_fp32_modules or ())}
     listed = re.compile("|".join(p.replace("*", ".*") for p in patterns) or "$^")
     persistent = model.state_dict(keep_vars=True)
     explicit = _explicit_float32(model, storage)
-    for name, tensor in _named_tensors(model).items():
+    for name in _named_floats(model):
         is_listed = name in persistent and listed.search(name)
-        if tensor.is_floating_point() and (is_listed or name in explicit):
-            yield name
+        if is_listed or name in explicit:
+            yield f"{path}.{name}".lstrip(".")
 
 
 def _explicit_float32(model: Any, storage: torch.dtype) -> set[str]:
@@ -455,3 +455,9 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and buffers by dotted name; a shared one by each of its names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _named_floats(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's floating parameters and buffers by dotted name, as _named_tensors does."""
+    named = _named_tensors(model).items()
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}

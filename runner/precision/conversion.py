@@ -23,6 +23,7 @@ from runner.core import (
     ConversionReport,
     Fate,
     ModuleConversion,
+    fmt,
     module_tree,
     tensor_facts,
 )
@@ -120,14 +121,13 @@ def convert_modules(
         # forward, unless a part has a hook.
         module.register_forward_pre_hook(no_op_hook)
         stacks = rules.stacks(path, module)
-        kind = nn.Linear if stacks else next(k for k in converters if isinstance(module, k))
-        convert = converters[kind]
-        pattern = "*" if path == ROOT_NAME else path
+        pattern = _pattern_of(path)
         try:
             if stacks:
-                convert_experts(module, stacks, convert, rules.new_weights)
+                convert_experts(module, stacks, converters[nn.Linear], rules.new_weights)
             else:
-                convert(module)
+                kind = next(k for k in converters if isinstance(module, k))
+                converters[kind](module)
             vars(module)["converted_name"] = pattern
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -137,6 +137,11 @@ def convert_modules(
     for module, stacks in candidates.items():
         convert_experts(module, stacks, None)
     return report
+
+
+def _pattern_of(path: str) -> str:
+    """Return the pattern of precision.ignore_modules that names the module of a report's row."""
+    return "*" if path == ROOT_NAME else path
 
 
 def _candidates(pairs: Layers, rules: ConversionRules) -> dict[nn.Module, dict[str, bool]]:
@@ -303,12 +308,13 @@ def _obstacle(
         reason = _reason_of_other(module, rules.name)
     else:
         reason = _reason_of_layer(module, kind)
-    # A module that shares the weight would still hold the plain one.
-    if not reason and (rules.new_weights or rules.skips_shared):
-        others = ", ".join(_sharing_modules(path, module, holders))
-        reason = others and f"shares a parameter with {others}"
     if reason:
         return reason
+    # A module that shares the weight would still hold the plain one.
+    if rules.new_weights or rules.skips_shared:
+        others = ", ".join(_sharing_modules(path, module, holders))
+        if others:
+            return f"shares a parameter with {others}"
     # Last, because it reads the weight and the widths, which a lazy layer, for example, lacks.
     if not stacks:
         return rules.find_obstacle(module)
@@ -406,24 +412,23 @@ def _check_conversion(
     weight would not have."""
     if not chosen:
         reasons = report.summaries() or ["it has no layer of a kind that it converts"]
-        if len(reasons) > 4:
-            reasons = [*reasons[:4], f"and {len(reasons) - 4} more"]
         _, weights = report.weight_counts
         total = f"the model's {weights:,} matrix weights" if weights else "the model"
         raise ConfigError(
-            f"precision={rules.name} would convert nothing of {total}: {'; '.join(reasons)}. "
+            f"precision={rules.name} would convert nothing of {total}: "
+            f"{fmt.first_names(reasons, 4, '; ')}. "
             "Type a precision without conversion, for example precision=bf16-mixed."
         )
-    hooked = []
+    hooked: dict[str, None] = {}
     for path, module in chosen if rules.new_weights else ():
         for name in rules.stacks(path, module) or ("weight",):
             weight = module._parameters.get(name)
             # torch keeps hooks of after the accumulation in an attribute that a plain weight lacks.
             keys = ("_backward_hooks", "_post_accumulate_grad_hooks")
-            if any(getattr(weight, key, None) for key in keys) and path not in hooked:
-                hooked.append(path)
+            if any(getattr(weight, key, None) for key in keys):
+                hooked[path] = None
     if hooked:
-        patterns = ",".join("*" if path == ROOT_NAME else path for path in hooked)
+        patterns = ",".join(map(_pattern_of, hooked))
         raise ConfigError(
             f"precision={rules.name} replaces weights, and a hook hangs on that of "
             f"{', '.join(hooked)}. Type precision.ignore_modules=[{patterns}]."

@@ -294,7 +294,7 @@ class WideTrial(TorchFunctionMode):
         self._makes_float32 = makes_float32
         named = [(name or module_tape.ROOT, module) for name, module in model.named_modules()]
         self._kept = {n: m for n, m in named if is_half and isinstance(m, KeptInFloat32)}
-        self.parts = {} if storage is torch.float64 else double_parts(model)
+        self.parts = double_parts(model, storage)
         self._origins: dict[int, tuple[Tensor, set[Any]]] = {}  # by id of the tensor, kept alive
         self._made = set[int]()  # ids of tensors made without a dtype, or computed of such alone
         self.found, self.refused, self.indices = set[Any](), set[Any](), set[Any]()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.core import ConfigError, LossScale, gradients, tensor_facts
+from runner.core import ConfigError, LossScale, gradients, refuse, tensor_facts
 
 
 class DynamicLossScale(LossScale):
@@ -130,7 +130,7 @@ def check_loss_scale(values: dict[str, Any]) -> None:
         "backoff_factor": (lambda v: 0 < v < 1, "between 0 and 1"),
         # 2e3 in a yaml is a float.
         "growth_interval": (lambda v: v >= 1 and int(v) == v, "a whole number, 1 and up"),
-        "fixed": (lambda v: v is None or v > 0, "above 0, or null for a dynamic scale"),
+        "fixed": (lambda v: v > 0, "above 0, or null for a dynamic scale"),
     }
     problems = []
     for key, value in values.items():
@@ -138,10 +138,10 @@ def check_loss_scale(values: dict[str, Any]) -> None:
             text = f"precision.loss_scale.{key} is not known. Allowed: {', '.join(rules)}."
             problems.append(text)
             continue
+        if key == "fixed" and value is None:
+            continue
         is_in_range, allowed = rules[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_known = (is_number and math.isfinite(value)) or (value is None and key == "fixed")
-        if not (is_known and is_in_range(value)):
+        if not (is_number and math.isfinite(value) and is_in_range(value)):
             problems.append(f"precision.loss_scale.{key}={value} cannot work. Allowed: {allowed}.")
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)

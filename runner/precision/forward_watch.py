@@ -239,21 +239,23 @@ class ForwardWatch(TorchFunctionMode):
         self._tape.replace_forward(module, run)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         is_in_layer = any(forward.layer for forward in self._running)
         is_in_model = any(forward.is_model for forward in self._running)
         # A layer's own reads do not count, and outside the model an optimizer reads weights.
         if is_in_layer or not is_in_model:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         # What a packed layer shows to others is followed as the packed weight itself.
         arguments = tree_map(
             lambda leaf: leaf.layer.codes if isinstance(leaf, PackedWeight) else leaf,
-            (args, kwargs or {}),
+            (args, kwargs),
         )
         names = {self._layer_of(leaf) for leaf in tree_leaves(arguments)} - {""}
         for forward in self._running:
             names -= forward.holds
         numbers: dict[int, Tensor] = {}
-        for layer in (self.layers[name] for name in names):
+        for name in names:
+            layer = self.layers[name]
             if is_packed(layer):
                 numbers[id(layer._parameters["weight"])] = layer.unpacked_weight()  # type: ignore[operator]
         given, named = tree_map(lambda leaf: numbers.get(id(leaf), leaf), arguments)

@@ -185,8 +185,8 @@ def recipe_problems(name: str, recipe: object, weights: str) -> list[str]:
             )
         elif not kind.keys[key].is_allowed(value):
             problems.append(f"{setting} is not known. Allowed: {kind.keys[key].allowed}.")
-    dimension_keys = [key for key in kind.keys if key.endswith("block_scaling_dim")]
-    square = [key for key in dimension_keys if given.get(key, kind.keys[key].default) == 2]
+    values = complete_recipe(recipe)
+    square = [key for key in kind.keys if key.endswith("block_scaling_dim") and values[key] == 2]
     if len(square) > 1:
         problems.append(
             f"precision.recipe: {' and '.join(square)} are 2, and a product of two tensors in "

@@ -19,13 +19,11 @@ def fits_type(value: Any, hint: Any) -> bool:
         # The target itself reports which texts are allowed.
         takes_texts = all(isinstance(option, str) for option in get_args(hint))
         return isinstance(value, str) or not takes_texts
-    if not isinstance(kind, type) or kind is object:
+    if not isinstance(kind, type):
         return True
     # In Python bool is a subclass of int, but `true` is no number in a config.
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
     if issubclass(kind, str | bool | NoneType):
         return isinstance(value, kind)
     if issubclass(kind, Mapping):

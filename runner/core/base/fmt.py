@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 # Hydra's grammar: in quotes, backslashes count as escapes only before a quote.
@@ -122,12 +122,14 @@ _CONTAINER_MODULES = ("builtins", "collections", "collections.abc", "typing")
 
 
 _WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    NoneType: "null",
+    ("builtins", "int"): "a whole number",
+    ("builtins", "float"): "a number",
+    ("builtins", "bool"): "true or false",
+    ("builtins", "str"): "text",
+    ("builtins", "NoneType"): "null",
+    ("torch", "Tensor"): "a list of numbers, as in [1.0,5.0]",
 }
+"""By a class's module and name, since importing torch takes time."""
 
 
 _LIST_WORDS = {
@@ -143,17 +145,17 @@ def annotation_words(hint: Any) -> str:
         return " or ".join(annotation_words(option) for option in get_args(hint))
     if kind is Literal:
         return ", ".join(map(str, get_args(hint)))
-    if isinstance(kind, type) and kind in _WORDS:
-        return _WORDS[kind]
-    if (getattr(kind, "__module__", ""), getattr(kind, "__name__", "")) == ("torch", "Tensor"):
-        return "a list of numbers, as in [1.0,5.0]"
-    if isinstance(kind, type) and kind.__module__ not in _CONTAINER_MODULES:
-        return f"a nested _target_ that returns a {kind.__name__}"
-    if isinstance(kind, type) and issubclass(kind, Mapping):
-        return "keys with values, as in {a: 1}"
-    if isinstance(kind, type) and issubclass(kind, Iterable):
-        item = next(iter(get_args(hint)), None)
-        return _LIST_WORDS[item] if item in (int, float) else "a list, as in [a,b]"
+    if isinstance(kind, type):
+        name = (kind.__module__, kind.__name__)
+        if name in _WORDS:
+            return _WORDS[name]
+        if kind.__module__ not in _CONTAINER_MODULES:
+            return f"a nested _target_ that returns a {kind.__name__}"
+        if issubclass(kind, Mapping):
+            return "keys with values, as in {a: 1}"
+        if issubclass(kind, Iterable):
+            item = next(iter(get_args(hint)), None)
+            return _LIST_WORDS[item] if item in (int, float) else "a list, as in [a,b]"
     return str(hint).replace("typing.", "").replace("collections.abc.", "")
 
 

@@ -107,20 +107,23 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for inner in (getattr(tensor, name) for name in names):
+        for name in names:
+            inner = getattr(tensor, name)
             if isinstance(inner, Tensor):  # a DTensor names its mesh, too
                 yield from inner_tensors(inner)
         return
     yield tensor
     state = getattr(tensor, "quant_state", None)  # Params4bit, once quantized
     while state is not None:  # doubly quantized: the scales have scales
-        scales = [getattr(state, name, None) for name in _SCALES]
-        yield from (part for part in scales if isinstance(part, Tensor))
+        yield from _tensors_among(state, _SCALES)
         state = getattr(state, "state2", None)
-    for name in ("CB", "SCB"):  # Int8Params, once quantized
-        part = getattr(tensor, name, None)
-        if isinstance(part, Tensor):
-            yield part
+    yield from _tensors_among(tensor, ("CB", "SCB"))  # Int8Params, once quantized
+
+
+def _tensors_among(holder: object, names: Iterable[str]) -> Iterator[Tensor]:
+    """Yield those of an object's attributes that it has and that are tensors."""
+    parts = (getattr(holder, name, None) for name in names)
+    return (part for part in parts if isinstance(part, Tensor))
 
 
 def widest_float(device: torch.device) -> torch.dtype:

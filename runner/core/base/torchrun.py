@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_QUERY_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
+_QUERY_FLAGS = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version"}
 
 # Keys of the rendezvous store, with the run's folder.
 START_KEY = "runner/begun"
@@ -102,7 +102,7 @@ def command_of_rank(argv: Sequence[str]) -> Sequence[str]:
     here = process_rank()
     if here.world_size == 1 and not here.restart:
         return argv
-    if any(text in _QUERY_FLAGS for text in argv):
+    if not _QUERY_FLAGS.isdisjoint(argv):
         return argv
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError(

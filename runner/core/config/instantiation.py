@@ -143,20 +143,21 @@ class Arguments:
             yield f"{self.key}._target_={self.path} is a {kind}, not a class or function."
             return
         try:
-            parameters = list(signature(target).parameters.values())
+            named = dict(signature(target).parameters)
         except (TypeError, ValueError):
             # A builtin without a signature: its own call reports wrong arguments.
             return
         # The parameters that the runner fills come first; but ChainedScheduler takes the optimizer
         # behind its schedules, by its name.
+        parameters = [*named.values()]
         rest = parameters[self.leading :]
-        if self.key.startswith("scheduler") and "optimizer" in [p.name for p in parameters[1:]]:
-            rest = [p for p in parameters if p.name != "optimizer"]
-        by_position = [p for p in rest if p.kind in _BY_POSITION]
-        filled = dict(zip((p.name for p in by_position), self.items, strict=False))
-        if len(self.items) > len(by_position) and not _takes_any(parameters, "*"):
-            names = ", ".join(parameter.name for parameter in by_position)
-            limit = f"no more than {len(by_position)} by position: {names or 'none'}"
+        if self.key.startswith("scheduler") and "optimizer" in [*named][1:]:
+            del named["optimizer"]
+            rest = [*named.values()]
+        names = [p.name for p in rest if p.kind in _BY_POSITION]
+        filled = dict(zip(names, self.items, strict=False))
+        if len(self.items) > len(names) and not _takes_any(parameters, "*"):
+            limit = f"no more than {len(names)} by position: {', '.join(names) or 'none'}"
             yield f"{self.key}._args_={list(self.items)}: {self.path} takes {limit}."
         yield from self._keyword_problems(target, rest, filled)
         yield from self._type_problems(target, rest, filled)

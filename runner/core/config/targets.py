@@ -207,11 +207,13 @@ def check_targets(spec: RunSpec) -> list[str]:
     Nodes that are nested in the arguments of a group's target are checked, too.
     """
     present = {key.partition(".")[0] for key, _, _ in target_nodes(spec)}
-    required = [key for key, group in GROUPS.items() if group.is_required]
-    empty = [key for key in required if key not in present]
-    problems = [f"{key} has no _target_. Type {key}=<option>." for key in empty]
+    problems = [
+        f"{key} has no _target_. Type {key}=<option>."
+        for key, group in GROUPS.items()
+        if group.is_required and key not in present
+    ]
     for key, node, leading in target_nodes(spec):
-        if node["_target_"] is None and key not in required:
+        if node["_target_"] is None and not GROUPS.get(key, _OTHER).is_required:
             continue
         if node.get("_partial_") is True and not leading:
             problems.append(

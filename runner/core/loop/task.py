@@ -141,7 +141,7 @@ class Task(ABC):
 
     additions: TaskAdditions = TaskAdditions()
     """What the keys of the task group that fit every task add to it."""
-    added_metrics: AddedMetrics | None = None
+    added_metrics: AddedMetrics = AddedMetrics({})
     """The metrics that task.metrics names."""
 
     @abstractmethod
@@ -222,8 +222,7 @@ class Task(ABC):
         self.additions = additions = TaskAdditions(**values)
         if additions.whole_batch is not None:
             self.whole_batch = additions.whole_batch
-        if additions.metrics:
-            self.added_metrics = AddedMetrics(additions.metrics)
+        self.added_metrics = AddedMetrics(additions.metrics)
         quality = additions.quality or self.quality
         self.direction = additions.direction or self._direction_of(quality)
         self.quality = quality
@@ -234,9 +233,7 @@ class Task(ABC):
         # The quality of one of several validation sets is of the same kind.
         if name == self.quality.rpartition("/")[2]:
             return self.direction
-        known = _DIRECTIONS.get(name)
-        if self.added_metrics is not None:
-            known = self.added_metrics.direction(quality) or known
+        known = self.added_metrics.direction(quality) or _DIRECTIONS.get(name)
         if known is None:
             raise ConfigError(
                 f"task.quality={quality}: whether more or less of it is better is not known. Type "

@@ -81,8 +81,7 @@ def evaluate(
         metrics = None
         if not should_stop() and totals is not None:
             metrics = state.task.evaluation_metrics(state.strategy.sum(totals).tolist())
-            added = state.task.added_metrics
-            values = {} if added is None else added.values()
+            values = state.task.added_metrics.values()
             for name in sorted(metrics.keys() & values.keys()):
                 short = name.removeprefix("val/")
                 raise ConfigError(
@@ -116,8 +115,7 @@ def _totals(
     strategy = state.strategy
     # Running statistics of each process come from its own examples; all must evaluate one model.
     strategy.broadcast_buffers(state.plain_model)
-    if task.added_metrics is not None:
-        task.added_metrics.begin(state.device, strategy.gather_tensors)
+    task.added_metrics.begin(state.device, strategy.gather_tensors)
     totals: Tensor | None = None
     with precision.eval_context(state.plain_model):
         for i, (inputs, target) in enumerate(until_interrupted(batches)):
@@ -131,7 +129,7 @@ def _totals(
             output, target = precision.loss_pair(output, target)
             size = validation.examples_in(i * validation.batch_size)
             share = strategy.rank.batch_share(size)
-            if share and task.added_metrics is not None:
+            if share and task.additions.metrics:
                 task.added_metrics.update(*task.metric_inputs(output, target))
             if task.whole_batch and strategy.rank.world_size > 1:
                 output, target = join_batch(state, output, target, size)

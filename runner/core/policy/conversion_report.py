@@ -74,7 +74,7 @@ class ConversionReport:
     @property
     def weight_counts(self) -> tuple[int, int]:
         """Return two counts of matrix elements: the converted ones, and all."""
-        converted = sum(row.converted for row in self.modules if row.is_converted)
+        converted = sum(row.converted for row in self._converted_rows())
         return converted, sum(row.elements for row in self.modules)
 
     def lines(self, limit: int = 8) -> Iterator[str]:
@@ -86,13 +86,12 @@ class ConversionReport:
         yield from self.kept
         if not self.modules:
             return
-        converted = [row.module for row in self.modules if row.is_converted and row.elements]
-        names = first_names(converted, limit)
+        converted = self._converted_rows()
+        names = first_names([row.module for row in converted if row.elements], limit)
         yield f"converted {self._counts()}" + (f": {names}" if names else "")
-        skipped = _summaries(row for row in self.modules if not row.is_converted)
-        notes = _summaries(row for row in self.modules if row.is_converted and row.why)
-        texts = [f"  skipped {text}" for text in skipped]
-        texts += [f"  converted {text}" for text in notes]
+        skipped = (row for row in self.modules if not row.is_converted)
+        texts = _summaries(skipped, "  skipped ")
+        texts += _summaries((row for row in converted if row.why), "  converted ")
         yield from texts[:limit]
         if len(texts) > limit:
             yield f"  and {len(texts) - limit} more, all in conversion.json"
@@ -100,6 +99,9 @@ class ConversionReport:
     def summaries(self) -> list[str]:
         """Return a phrase for the modules of each class and reason."""
         return _summaries(self.modules)
+
+    def _converted_rows(self) -> list[ModuleConversion]:
+        return [row for row in self.modules if row.is_converted]
 
     def _counts(self) -> str:
         """Return the numbers of converted layers, weights and norms as a phrase."""
@@ -110,8 +112,7 @@ class ConversionReport:
             f"({format_part(converted, weights)})"
         )
         # A converted module without matrix weights of its own or shared ones is a norm.
-        converted_rows = (row for row in self.modules if row.is_converted)
-        norms = sum(not row.elements and not row.counted_with for row in converted_rows)
+        norms = sum(not row.elements and not row.counted_with for row in self._converted_rows())
         if not norms:
             return text
         return f"{text} and {norms} norm" + "s" * (norms > 1)
@@ -145,8 +146,9 @@ class ConversionReport:
         return replace(self, modules=tuple(rows))
 
 
-def _summaries(rows: Iterable[ModuleConversion]) -> list[str]:
-    """Return a phrase for the modules of each class and reason; the rows are in the model's order.
+def _summaries(rows: Iterable[ModuleConversion], prefix: str = "") -> list[str]:
+    """Return a phrase for the modules of each class and reason, after a prefix; the rows are in
+    the model's order.
 
     Four modules are named at most; where there are more, their number is in the phrase too.
     """
@@ -159,7 +161,7 @@ def _summaries(rows: Iterable[ModuleConversion]) -> list[str]:
             size += f", counted with {counted_with}"
         names = ", ".join(row.module for row in group[:4])
         if len(group) > 4:
-            texts.append(f"{len(group)} {kind} ({names}, …{size}): {why}")
+            texts.append(f"{prefix}{len(group)} {kind} ({names}, …{size}): {why}")
         else:
-            texts.append(f"{names} ({kind}{size}): {why}")
+            texts.append(f"{prefix}{names} ({kind}{size}): {why}")
     return texts

@@ -9,7 +9,7 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -204,9 +204,7 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield what differs from a checkpoint's format: a file from elsewhere may hold anything."""
     # The caller takes the first problem only, so each check may rely on those before it.
     for kind, keys in _KEYS.items():
-        for key in keys:
-            if not isinstance(content.get(key), kind):
-                yield f"its {key} is no {kind.__name__}"
+        yield from _kind_problems(content, keys, kind)
     for key in ("choices", "bypassed"):
         names = [*content[key].keys(), *content[key].values()]
         if not all(isinstance(name, str) for name in names):
@@ -215,16 +213,24 @@ def _format_problems(content: Mapping[str, Any]) -> Iterator[str]:
     learned = content.get("learned", {})
     if not isinstance(learned, dict) or not isinstance(learned.get("classes", []), list):
         yield "its learned facts are no dict with a list of classes"
-    for key in _SPEC_MAPPINGS:
-        if not isinstance(content["spec"].get(key, {}), dict):
-            yield f"its spec.{key} is no dict"
+    spec = content["spec"]
+    yield from _kind_problems(spec, _SPEC_MAPPINGS & spec.keys(), dict, "spec.")
     try:
-        check_values(content["spec"])
-        problem = interpolation_problem(content["spec"])
+        check_values(spec)
+        problem = interpolation_problem(spec)
     except (TypeError, ValueError, ConfigError):
         problem = "holds what no config does"
     if problem:
         yield f"its spec {problem}"
+
+
+def _kind_problems(
+    values: Mapping[str, Any], keys: Iterable[str], kind: type, prefix: str = ""
+) -> Iterator[str]:
+    """Yield which of some values, by their keys, is missing or not of a type."""
+    for key in keys:
+        if not isinstance(values.get(key), kind):
+            yield f"its {prefix}{key} is no {kind.__name__}"
 
 
 def _average_problems(content: Mapping[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from runner.core.base.accelerators import Accelerator, choose_accelerator
 from runner.core.base.errors import CheckpointError, ConfigError, RunnerError, TrackingError, refuse
 from runner.core.base.files import check_links, folder_lock, os_error_reason, unreadable, write_json
 from runner.core.base.fmt import relative_path
-from runner.core.base.layout import CONFIG, ENVIRONMENT, GIT_KEYS, RESULT
+from runner.core.base.layout import CONFIG, ENVIRONMENT, RESULT
 from runner.core.base.random_streams import process_state
 from runner.core.base.secrets import redact
 from runner.core.base.stop_signals import Stopped, StopSignals
@@ -167,9 +167,10 @@ def _build_context(
 def _run_tracked(context: RunContext, plan: PlannedRun) -> RunResult:
     """Run a mode that is recorded in the store."""
     resumed = plan.saved if context.mode.trains else None
-    info = _run_info(context, resumed, plan.changes)
+    commit = run_context.git_tags(Path.cwd())
+    info = _run_info(context, resumed, plan.changes, commit)
     page = RunPage(context.invocation.command_text(), info if resumed else None)
-    with _tracked(context, info, page):
+    with _tracked(context, info, page, commit):
         with context.explained():
             outcome = context.mode.run(context, plan.saved)
         assert outcome is not None  # of a mode that is recorded
@@ -183,13 +184,16 @@ def _run_tracked(context: RunContext, plan: PlannedRun) -> RunResult:
 
 
 @contextmanager
-def _tracked(context: RunContext, info: RunInfo, page: RunPage) -> Iterator[None]:
+def _tracked(
+    context: RunContext, info: RunInfo, page: RunPage, commit: Mapping[str, str]
+) -> Iterator[None]:
     """Open the run in the store, and close it with the status that the run really had.
 
     Args:
         context: the run's parts.
         info: what the store is given.
         page: what the store shows while the run runs.
+        commit: see run_context.git_tags.
 
     Raises:
         ConfigError: the folder takes no files.
@@ -200,9 +204,8 @@ def _tracked(context: RunContext, info: RunInfo, page: RunPage) -> Iterator[None
         with context.signals.interruptible():
             tracker.check_store()
     # The config and the environment are written before anything is computed or recorded.
-    environment = run_context.environment_facts(context.invocation)
     # A run that is in no store has no tags: its folder says which commit it ran.
-    environment |= {key: info.tags[key] for key in GIT_KEYS if key in info.tags}
+    environment = {**run_context.environment_facts(context.invocation), **commit}
     try:
         run_context.write_config(context.out, context.spec, context.invocation.is_trusted)
         write_json(context.out / ENVIRONMENT, environment)
@@ -231,7 +234,10 @@ def _tracked(context: RunContext, info: RunInfo, page: RunPage) -> Iterator[None
 
 
 def _run_info(
-    context: RunContext, resumed: LoadedCheckpoint | None, changes: Mapping[str, str]
+    context: RunContext,
+    resumed: LoadedCheckpoint | None,
+    changes: Mapping[str, str],
+    commit: Mapping[str, str],
 ) -> RunInfo:
     """Return what the store is given when the run is opened there."""
     spec = context.spec
@@ -252,7 +258,7 @@ def _run_info(
     }
     if strategy.rank.world_size > 1:
         tags |= {"strategy": strategy.name, "processes": str(strategy.rank.world_size)}
-    tags |= run_context.git_tags(Path.cwd())
+    tags |= commit
     info = RunInfo(context.out, spec.flat(), tags, name=context.label, sweep=invocation.sweep)
     earlier = journal.latest_journal(context.out)
     if resumed is not None:

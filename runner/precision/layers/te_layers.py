@@ -333,15 +333,18 @@ def _partner(
     """
     if isinstance(graph, str):
         return "", graph
-    calls = [node for node in graph.nodes if node.op == "call_module"]
-    call_counts = Counter(f"{prefix}{node.target}" for node in calls)
-    if call_counts[norm] != 1:
-        return "", f"it is called {call_counts[norm]} times"
-    (node,) = (node for node in calls if f"{prefix}{node.target}" == norm)
+
+    def calls_of(name: str) -> list[fx.Node]:
+        return graph.find_nodes(op="call_module", target=name.removeprefix(prefix))
+
+    calls = calls_of(norm)
+    if len(calls) != 1:
+        return "", f"it is called {len(calls)} times"
+    (node,) = calls
     users = list(node.users)
-    is_one_call = len(users) == 1 and users[0] in calls
+    is_one_call = len(users) == 1 and users[0].op == "call_module"
     linear = f"{prefix}{users[0].target}" if is_one_call else ""
-    if linear not in linears or call_counts[linear] != 1:
+    if linear not in linears or len(calls_of(linear)) != 1:
         return "", "its output is not for one converted linear layer alone"
     if users[0].args != (node,) or users[0].kwargs:
         return "", f"{linear} takes more than its output"
