@@ -92,7 +92,7 @@ def wait_for_batch(
         except Exception as error:
             # Now: the garbage collector, which ends the error's frames, closes the queues first.
             # Then no process hears that it should end, and torch waits 10 s for them.
-            # Not where a process died: torch would forget it, and not report its signal.
+            # Where a process died torch would forget it, and not report its signal.
             if batches is not None and is_dataset_error(error):
                 batches._shutdown_workers()  # type: ignore[attr-defined]
             raise

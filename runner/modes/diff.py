@@ -290,7 +290,7 @@ class _Comparison:
         run = self._run
         spec = run.spec
         precision = run.precision
-        # In one process, whatever the strategy.
+        # It runs in one process, whatever the strategy.
         setup = run_context.TrainingSetup(spec, precision, run.task, run.device)
         random_streams.seed_all(spec.seed)
         start = None
@@ -327,7 +327,7 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
     text = str(spec.value("against"))
     name = RunSpec.PRECISION_ALIASES.get(text, text)
     if name in registry.precision_names():
-        # As composed without any precision.<key> of the command, which is the other execution's.
+        # No precision.<key> of the command counts, which is the other execution's.
         precision = {**registry.precision_config(name), "name": name}
         return DiffReference(name, replace(spec, precision=precision))
     if text in ACCELERATORS:
@@ -376,7 +376,7 @@ def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
     if name not in registry.precision_names():
         return DiffReference(str(path), spec, dump=path)
     node: dict[str, Any] = {**registry.precision_config(name), "name": name}
-    # Of a file from elsewhere only plain values: a `_target_` would name code to run.
+    # A file from elsewhere gives plain values only: a `_target_` would name code to run.
     plain = {
         key: value for key, value in saved.items() if "_target_" not in json.dumps({key: value})
     }

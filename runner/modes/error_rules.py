@@ -73,7 +73,7 @@ class Failure:
     @property
     def expected_output(self) -> str:
         """Return in words what output a built-in task takes; empty for a task of the user's own."""
-        # Of the class alone: a subclass may take another part of the output.
+        # What a base class takes does not count: a subclass may take another part of the output.
         return vars(type(self.task)).get("takes", "")
 
     @property

@@ -61,7 +61,7 @@ def build_execution(
     precision = setup.precision
     built = build_proven_model(setup, make, inputs)
     plan = built.plan
-    # As training does in its trial of a batch, see startup.watched_casts.
+    # Training watches casts in its trial of a batch, see startup.watched_casts.
     if precision.compute is not precision.storage:
         watch = CastCacheWatch(built.model)
         _completes_forward(setup, built.model, inputs, plan, watch)

@@ -61,7 +61,7 @@ def explain(run: RunContext) -> None:
         batch = next(loaders.train.epoch(0))
         # After the data, as in training: the weights follow from the seed alone.
         random_streams.seed_all(spec.seed)
-        # In one process, whatever the strategy.
+        # It runs in one process, whatever the strategy.
         setup = run_context.TrainingSetup(spec, run.precision, run.task, device)
         built, state = build_execution(
             setup, starting_model(setup, None, loaders), lambda: batch[0]
@@ -115,7 +115,7 @@ def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterat
         for stats in snapshot.measured:
             stack, bracket, _ = stats.module.rpartition("[")
             layer = stack.rpartition(".")[0]
-            # None where rounding changes nothing.
+            # Where rounding changes nothing there is no ratio.
             sqnr_db = stats.formats[narrow].sqnr_db
             if bracket and stats.kind == "weights" and layer in chosen and sqnr_db is not None:
                 ranked.append((sqnr_db, stats.module, layer))
@@ -148,7 +148,7 @@ def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: Bu
     paths = {module: name or ROOT_NAME for name, module in built.model.named_modules()}
     for name, module in modules.items():
         path = name or ROOT_NAME
-        # Of experts the row of the module that holds them tells what their layers do.
+        # The row of the module that holds experts tells what their layers do.
         parts = [module, *expert_parts(module)]
         stores = _union(map(_stored_formats, parts))
         row = traced.get(path)

@@ -233,7 +233,7 @@ def replay(run: RunContext) -> None:
     def share_of_range(row: TracedTensor) -> float:
         return row.largest / torch.finfo(getattr(torch, row.dtype)).max
 
-    # Those that come nearest to the end of their dtype's range.
+    # The tensors that come nearest to the end of their dtype's range are shown.
     rows = sorted(ours.rows, key=share_of_range, reverse=True)[:ROWS_WHEN_FINITE]
     console.print(_table(precision.name, rows, plain_rows))
     console.print(
@@ -295,7 +295,7 @@ def _batches(run: RunContext, saved: SavedBatch) -> list[Batch]:
             f"batch={path} holds sample {highest}; the training set has {loader.examples}. "
             f"Type the data= and data.* that it was saved with (data={saved_data})."
         )
-    # By micro-batch, as in the step: batch statistics depend on which samples are together.
+    # In the micro-batches of the step: batch statistics depend on which samples are together.
     return saved_batches(loader, saved.epoch, saved.micro_batches, saved.first_batch)
 
 
@@ -315,7 +315,7 @@ def _replayed(run: RunContext, precision: Precision, start: _Start, scale: float
         and keeps_adapter(spec, precision, checkpoint)
     )
     make = ModelBuilder(spec, precision, checkpoint, restore_exactly=whole)
-    # In one process, whatever the strategy.
+    # It runs in one process, whatever the strategy.
     setup = run_context.TrainingSetup(spec, precision, run.task, device)
     built, state = build_execution(setup, make, lambda: start.batches[0][0])
     run.begin_steps(state)

@@ -94,7 +94,7 @@ def prepare_loaders(run: RunContext, saved: LoadedCheckpoint | None = None) -> R
     datasets = {label: loader.dataset for label, loader in labelled.items()}
     learned = saved.content.get("learned", {}) if saved else {}
     refuse(fingerprint.fact_problems(learned, "the checkpoint", datasets))
-    # Of several processes the others would not know that a wait was interrupted.
+    # With several processes the others would not know that a wait was interrupted.
     if trains and rank.world_size == 1:
         for loader in labelled.values():
             loader.wait_context = run.signals.interruptible

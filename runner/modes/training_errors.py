@@ -47,11 +47,11 @@ _NO_GRADIENT = ("does not require grad and does not have a grad_fn", "received a
 _BAD_LABEL = re.compile(r"Target -?\d+ is out of bounds")
 _BAD_INDEX = "index out of range in self"
 _DEVICE_ASSERT = "device-side assert"
-# Of DDP, in the step after one that left parameters out.
+# DDP raises it in the step after one that left parameters out.
 _UNUSED = "Expected to have finished reduction in the prior iteration"
-# Of a state that the forward keeps from step to step.
+# A state that the forward keeps from step to step causes it.
 _GRAPH_OF_BEFORE = "backward through the graph a second time"
-# Of a batch norm that is given one example without height and width.
+# A batch norm raises it for one example without height and width.
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 

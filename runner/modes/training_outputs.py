@@ -93,7 +93,7 @@ def describe_computation(
         run.say(f"matrix work: {found.matrix_work}")
     for caveat in found.caveats:
         run.say(f"warning: {caveat}")
-    # Of every mixed run on a CPU: no warning, which a sweep would print for each job.
+    # Every mixed run on a CPU has one: a sweep would print a warning for each job.
     if found.cast_note:
         run.say(f"note: {found.cast_note}")
     caveats = " ".join(filter(None, [*found.caveats, found.cast_note]))

@@ -263,7 +263,7 @@ class KeptInFloat32:
         leaves = (*self.parameters(recurse=False), *tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         device_type = "cpu" if first is None else first.device.type
-        # Not by DefaultDtype, which torch.compile does not trace.
+        # torch.compile does not trace DefaultDtype.
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:

@@ -173,7 +173,7 @@ def classify_modules(
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    # By identity: a module that is registered twice can be meant by either name.
+    # Modules are compared by identity: one that is registered twice has two names.
     modules = dict(model.named_modules(remove_duplicate=False))
     ignored_names = module_tree.select_modules("precision.ignore_modules", rules.ignore, modules)
     declined = {modules[name]: IGNORED_REASON for name in ignored_names}
@@ -181,7 +181,7 @@ def classify_modules(
         declined[modules[name.rpartition(".")[0]]] = KEPT_REASON
     routers = {modules[name] for name in find_routers(model, rules)}
     for name in rules.keep_fp32:
-        # Of a tensor's name, the layer that holds it.
+        # The layer that holds the tensor.
         holder = model.get_submodule(name.rpartition(".")[0])
         kept = modules[name].modules() if name in modules else [holder]
         declined |= dict.fromkeys(kept, KEEP_FP32_REASON)

@@ -230,7 +230,7 @@ def _check_named_layouts(precision: Precision, found: Mapping[str, bool]) -> Non
     than a forward has found it; for `found` see ForwardWatch.experts."""
     patterns = [str(pattern) for pattern in getattr(precision, "experts", ())]
     for name, transposed in found.items():
-        # Of several the last one counts.
+        # The last of several patterns counts.
         matching = [p for p in patterns if module_tree.matches_pattern(p.partition(":")[0], name)]
         if matching and (":" in matching[-1]) is not transposed:
             own, _, layout = matching[-1].partition(":")
@@ -365,7 +365,7 @@ class WideTrial(TorchFunctionMode):
         if is_made and func not in (torch.randn, torch.empty):
             self._made.add(id(result))
             narrow = result.to(self._storage)
-            # As positions and angles do; cosines near 1 that become equal are as good as before.
+            # Positions and angles do so; cosines near 1 that become equal are as good as before.
             is_coarse = func is torch.rand or bool(((narrow - result).abs() > 2**-7).any())
             if is_coarse and narrow.unique().numel() < result.unique().numel():
                 self.losing.add(running[-1])

@@ -53,7 +53,7 @@ class DynamicLossScale(LossScale):
             }
         )
         self.device = device
-        # As torch's operator takes them.
+        # In the order in which torch's operator takes them.
         self.growth = (growth_factor, backoff_factor, int(growth_interval))
         self.is_fixed = fixed is not None
         self._scale = torch.tensor(fixed or init_scale, dtype=torch.float32, device=device)

@@ -153,7 +153,7 @@ class Float8Precision(ConvertingPrecision):
             # The library converts an nn.Linear only; the Conv1D's own tensors take its place below.
             plain = nn.Linear(*layer_widths(module), bias=False, device="meta")
             mixin = _Float8Transposed
-        # Not Float8Linear.from_float: this also works around a miscompilation of FP8 in Inductor.
+        # Unlike Float8Linear.from_float this works around a miscompilation of FP8 in Inductor.
         made = convert_to_float8_training(plain, config=config)
         kind = layer_class(f"Float8{type(module).__name__}", mixin, type(made), type(module))
         replace_in_place(module, made, kind)

@@ -81,7 +81,7 @@ def _merged(current: Any, value: Any) -> Any:
     """Return a value in place of another; of a mapping, such as loss_scale, the given keys."""
     if isinstance(current, Mapping) and isinstance(value, Mapping):
         return {**current, **{key: _merged(current.get(key), part) for key, part in value.items()}}
-    # As a yaml has it, which the checks of values expect.
+    # The checks of values expect what a yaml has.
     return list(value) if isinstance(value, tuple) else value
 
 

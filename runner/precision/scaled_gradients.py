@@ -46,13 +46,13 @@ class ScaledGradients:
         self._last_found_inf: Tensor | None = None
         self.is_pending = False
         self._is_stepping = False
-        # Of each parameter with a gradient: as the last backward left it, and as it remained after
+        # The gradient of each parameter as the last backward left it, and as it remained after
         # the step of other parameters.
         self._computed: dict[Tensor, _GradientVersion] = {}
         self._unused: dict[Tensor, _GradientVersion] = {}
         # Parameters whose gradients were added in float32.
         self._widened: set[Tensor] = set()
-        # Of each optimizer whose gradients are unscaled, its found-inf.
+        # The found-inf of each optimizer whose gradients are unscaled.
         self._found_infs: dict[Optimizer, Tensor | None] = {}
 
     @property
@@ -163,7 +163,7 @@ class ScaledGradients:
         grads = gradients.gradients_of(gradients.parameters_of(*optimizers))
         if not grads:
             raise errors.PolicyError("None of the optimizers' parameters has a gradient to clip.")
-        # As torch's own clipping returns it: infinite or NaN where gradients are.
+        # torch's own clipping returns it so: infinite or NaN where gradients are.
         return torch.linalg.vector_norm(gradients.clip_gradients(grads, norm, value))
 
     def step(self, optimizers: Sequence[Optimizer]) -> None:

@@ -32,7 +32,7 @@ _NO_RECOMPUTE_REASON = (
     "scales by past steps, and each forward updates the scales. Type "
     "precision=transformer-engine-current, or leave it out."
 )
-# Of each direction, the library's key for its scales and amax histories.
+# The library's key for the scales and amax histories of each direction.
 SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
@@ -278,7 +278,7 @@ class _ScaledForward(DefaultDtype):
         super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        # In the reverse order of entering.
+        # They are left in the reverse order of entering.
         super().__exit__(*error)
         self.autocast.__exit__(*error)
 

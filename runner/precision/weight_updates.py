@@ -259,7 +259,7 @@ class WideForward(TorchDispatchMode):
             step: number of the step.
         """
         tensors = [tensor for _, tensor, _ in self._tensors.values()]
-        # Not that of the optimizer's step.
+        # The optimizer's step draws from other seeds.
         self._generators = seeded_generators(tensors, ~(seed * 1_000_003 + step))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -93,7 +93,7 @@ def _number_or_text(text: str) -> int | float | str:
 
 def result_line(result: RunResult) -> str:
     """Return a run's result in one line: its name, the quality, the speed and how it ended."""
-    # As wide as most names of a precision with a seed, so that the lines of a sweep are aligned.
+    # Most names of a precision with a seed fit, so that the lines of a sweep are aligned.
     parts = [f"{result.label:<26}"]
     if result.quality in result.metrics:
         parts.append(f"{result.quality} {fmt.format_number(result.objective)}")
@@ -207,7 +207,7 @@ def read_results(folder: Path) -> list[RunResult]:
     # Other folders of a sweep, such as checkpoints, have names.
     jobs = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
     results = []
-    # By number: by name, job 10 would come before job 2.
+    # Sorted by name, job 10 would come before job 2.
     for job in sorted(jobs, key=lambda path: int(path.name)):
         try:
             result = RunResult.read(job)

@@ -246,7 +246,7 @@ def _check_earlier_journals(stores: Sequence[JournalStore], uri: str) -> None:
         if store.run_id is None:
             # Without the lock a writer is at work on the journal, which then stays where it is.
             progress = UploadState(store.path)
-            # Of a journal whose state cannot be written, nothing is sent.
+            # Nothing of a journal is sent whose state cannot be written.
             with suppress(OSError):
                 if progress.acquire_lock():
                     progress.change_store(uri, store.experiment)

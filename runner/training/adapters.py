@@ -295,7 +295,7 @@ class Lora:
             use_rslora=self.use_rslora,
             init_lora_weights="gaussian" if self.init == "gaussian" else True,
         )
-        # None in a trial that is to find the experts.
+        # A trial that is to find the experts names none.
         if chosen:
             _inject(config, model, chosen)
         # peft has frozen everything else, and made the additions in the layers' compute dtype.
@@ -414,7 +414,7 @@ def _inject(config: Any, model: nn.Module, chosen: Sequence[str]) -> None:
 
     shown = model
     if is_known_mixture(model):
-        # By the model's config peft would take a regular expression for the ends of the names that
+        # Given the model's config, peft takes a regular expression for the ends of the names that
         # it matches: q_proj of one layer for that of every layer.
         shown = nn.Module()
         shown._modules, shown._parameters = model._modules, model._parameters
@@ -479,7 +479,7 @@ def start_from_base(name: str, layer: Any, init: str) -> None:
         _set_top_factors(layer, left, values, right.t())
     layer.start_A.copy_(layer.lora_A[ADAPTER].weight)
     layer.start_B.copy_(layer.lora_B[ADAPTER].weight)
-    # Of the rounded additions, so that the sum differs from the weight by one rounding only.
+    # The rounded additions are taken, so that the sum differs from the weight by one rounding.
     rest = wide - scale * layer.start_B.to(wide) @ layer.start_A.to(wide)
     rest = (rest.t() if is_transposed(base) else rest).to(matrix.dtype)
     derived_weight.set_weight(name, base, rest)

@@ -123,7 +123,7 @@ def prepare_model(
     mode = None if train.compile in (True, "regional") else str(train.compile)
     options = None
     if train.compile_rounding == "eager":
-        # Of this compilation alone, and part of the key under which compiled code is cached.
+        # It holds for this compilation alone, and is part of the key of cached compiled code.
         # torch.compile takes either a mode or options.
         from torch._inductor import list_mode_options
 

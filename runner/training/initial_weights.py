@@ -266,7 +266,7 @@ def _candidates(own: Weights, theirs: Weights) -> Iterator[tuple[str, str]]:
     strangers = [name for name in theirs if name not in own]
     for name in strangers[:: max(len(strangers) // _SAMPLES, 1)]:
         pairs: dict[str, str] = {}
-        # By the longest end that a name of the model has, too, then by shorter ones.
+        # The longest end that a name of the model has, too, is tried first.
         for old in ("", *module_tree.name_prefixes(name)):
             end = name.removeprefix(old).strip(".")
             for own_name in own:

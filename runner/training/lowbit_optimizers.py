@@ -223,7 +223,7 @@ def _is_pair_below_1(value: Any) -> bool:
     return is_pair and all(_is_number(part, below=1) for part in value)
 
 
-# By keyword: whether a value is allowed, and the allowed values in words.
+# Whether a value is allowed, and the allowed values in words, by keyword.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_is_number, "a number, 0 and up"),
     "betas": (_is_pair_below_1, "two numbers from 0 to below 1, as in [0.9,0.999]"),

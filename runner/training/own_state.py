@@ -211,7 +211,7 @@ class SkippedSteps(train_state.StepHook):
                 if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
                     place.members[place.key] = torch.where(found_inf != 0, copied, now)
                 # No kernel chooses between a tensor and None, or between shapes: the host waits.
-                # Not for an activation, or for what is neither.
+                # An activation, or what is neither, has none.
                 elif (
                     getattr(now, "grad_fn", now) is None and tensor_facts.HostFlag(found_inf).is_set
                 ):
@@ -337,7 +337,7 @@ class OwnState(train_state.StepHook):
             for p in model.parameters()
             if type(p) is nn.Parameter and p.itemsize == 2 and not p.requires_grad
         ]
-        # Of each place the tensor before the first step, its version and its digest.
+        # The tensor of each place before the first step, its version and its digest.
         self._starts: list[tuple[_Place, Tensor, int, bytes]] = []
         for place in _places(model, [*random_streams.own_tensors(model), *narrow], False):
             tensor = place.tensor
@@ -509,7 +509,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor) and not value.requires_grad and random_streams.is_dense(value):
             bits = _as_bits(value).flatten()
             sums = []
-            # Of parts, too, which another order changes; a sum on the CPU makes a copy in int64.
+            # Sums of parts show another order, too; a sum on the CPU makes a copy in int64.
             for step in (1, 2, 3):
                 chunks = bits[::step].split(2**22)
                 sums.append(torch.stack([c.sum(dtype=torch.int64) for c in chunks]).sum())

@@ -243,10 +243,10 @@ def write_adapter(
         lora_dropout=0.0 if stacks else float(getattr(layer.lora_dropout["default"], "p", 0.0)),
         use_dora=layer.use_dora["default"],
         use_rslora=uses_rslora,
-        # Not "pissa" or "olora", by which peft would change the base again when it loads them.
+        # With "pissa" or "olora" peft would change the base again when it loads them.
         init_lora_weights="gaussian" if init == "gaussian" else True,
         # A regular expression, which peft compares with full names; a list also fits their ends.
-        # Of a mixture of transformers peft takes an expression for the ends of what it matches.
+        # For a mixture of transformers peft takes an expression for the ends of what it matches.
         target_modules=adapted if is_known_mixture(model) or not adapted else expression,
         target_parameters=[stack.name for stack in stacks] or None,
         modules_to_save=whole or None,
@@ -349,7 +349,7 @@ def _with_addition(plain: Tensor, name: str, weights: Mapping[str, Tensor], laye
     b = weights[f"{name}.lora_B.default.weight"]
     magnitudes = weights.get(f"{name}.lora_magnitude_vector.default.weight")
     transposed = is_transposed(layer.get_base_layer())
-    # In float64, and rounded to the weight's dtype once.
+    # It is computed in float64, and rounded to the weight's dtype once.
     total = plain.t().double() if transposed else plain.double()
     total = total + (b.double() @ a.double()) * layer.scaling["default"]
     if magnitudes is not None:

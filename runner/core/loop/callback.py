@@ -109,7 +109,7 @@ class RunHandle:
         self.stop_reason = ""
         self._state = state
         self._output = output
-        # Of a model that a hook reads: modes of its modules, and versions of its tensors, before.
+        # The modes of modules and the versions of tensors of a model before a hook reads it.
         self._modes: list[tuple[nn.Module, bool]] = []
         self._versions: list[tuple[Tensor, int]] = []
 

@@ -108,7 +108,7 @@ def train_step(
     measured = measure_step(state)  # before the gradients are dropped
     for name, value in terms.items():
         measured[f"{TERM_PREFIX}{name}"] = value
-    # None and not zero: the next backward then writes the gradients instead of adding to them.
+    # They are dropped, not zeroed: the next backward then writes gradients, and adds to none.
     for p in state.trainable_parameters:
         p.grad = None
     return DeviceStepRecord(

@@ -209,7 +209,7 @@ class ScheduledOptimizer:
 
     def __post_init__(self) -> None:
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # Of a group without a name, or of several optimizers, the optimizer's own name counts.
+        # A group without a name, or one of several optimizers, goes by the optimizer's own name.
         for group in self.optimizer.param_groups:
             words = [self.name, group.get("name", "")]
             self.group_names.append(".".join(word for word in words if word))

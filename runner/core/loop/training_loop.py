@@ -72,7 +72,7 @@ def evaluate(
     for scheduled in state.optimizers:
         scheduled.advance_schedule()
     first_batch: list[Batch] = []
-    # Not the run's seed itself: the initial weights are drawn from that.
+    # The initial weights are drawn from the run's seed itself.
     seed = batch_seed(validation.seed, 0, 0, _SEED_USE + state.strategy.rank.index)
     with state.evaluated_weights(), evaluation_mode(state.model, state.task, state.device, seed):
         loaded = islice(validation.epoch(0), batches)

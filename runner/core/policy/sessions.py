@@ -15,7 +15,7 @@ from runner.core.base.random_streams import host_rng_state, set_host_rng_state
 
 _lock = threading.RLock()
 _turn = threading.RLock()
-# Of the run in progress and of those within it: their threads.
+# The threads of the run in progress and of those within it.
 _runs: list[int] = []
 
 

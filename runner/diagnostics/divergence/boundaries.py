@@ -155,7 +155,7 @@ class ModuleCalls(TorchFunctionMode):
         self._listeners = listeners
         self._counts: Counter[str] = Counter()
         self._choices: Counter[tuple[str, int, str]] = Counter()
-        # Of the modules that run, the innermost last, with the numbers of their calls.
+        # The modules that run, the innermost last, with the numbers of their calls.
         self._running = [(BATCH, 0)]
         self._visits = False
 

@@ -144,7 +144,7 @@ def uncompared(steps: Sequence[BatchComparison]) -> dict[str, list[str]]:
     left = {}
     for what in ("output", "backward"):
         by_step = [[row.module for row in s.rows if what in row.uncompared] for s in steps]
-        # In the order of the forward.
+        # They are in the order of the forward.
         left[what] = [name for name in by_step[0] if all(name in names for names in by_step)]
     return left
 

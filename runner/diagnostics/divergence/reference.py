@@ -299,7 +299,7 @@ def write_dump(
         OSError: it cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    # By name, the first name of the same tensor: what one module returns the next one takes.
+    # The first name of the same tensor, by name: what one module returns the next one takes.
     same: dict[str, str] = {}
     for kind, by_boundary in (("value", reference.values), ("gradient", reference.gradients)):
         names: dict[object, str] = {}

@@ -215,7 +215,7 @@ class Perturber:
             return tensor
         # In float32 at least: a narrow reference would round the change away.
         wide = tensor if tensor.dtype is torch.float64 else tensor.float()
-        # From one pool, each time from another place; large tensors repeat it.
+        # They come from one pool, each time from another place; large tensors repeat it.
         count = wide.numel()
         if self._pool is None or self._pool.dtype is not wide.dtype:
             pool = torch.empty(POOL_SIZE, dtype=wide.dtype, device=wide.device)
@@ -306,7 +306,7 @@ class Substitution(Visitor):
         self._reference = reference
         self._execution = execution
         self._copies = copies
-        # Of a perturbed reference the size of the errors is used alone.
+        # The size of the errors alone is used of a perturbed reference.
         self._counts = perturber is None
         self._perturber = perturber or Perturber(Roundoffs(), reference, execution.device)
         self._given = GivenTensors()

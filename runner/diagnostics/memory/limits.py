@@ -34,7 +34,7 @@ def memory_limit(device: torch.device) -> tuple[float, float]:
 def free_memory(device: torch.device) -> float:
     """Return the bytes that a run may still take: the tighter of its limit and the machine's."""
     taken, whole = memory_limit(device)
-    # Of a GPU the driver reports what other processes take, too.
+    # The driver of a GPU reports what other processes take, too.
     if device.type == "cuda":
         return whole - taken
     return max(0, min(whole - taken, psutil.virtual_memory().available))

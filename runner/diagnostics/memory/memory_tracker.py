@@ -74,7 +74,7 @@ class MemoryTracker(TorchDispatchMode):
         self.accumulates = accumulates
         self.timeline: list[MemoryBreakdown] = []
         self._now = [0] * len(MemoryBreakdown._fields)
-        # By the address of a storage: kind, bytes, and a reference that calls _drop when it dies.
+        # Kind, bytes, and a reference that calls _drop when it dies, by the address of a storage.
         self._held: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         self._updates = False
 

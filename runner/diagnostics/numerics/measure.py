@@ -162,7 +162,7 @@ def count_exponents(rows: Sequence[SampledTensor]) -> list[ExponentCounts]:
         return []
     device = rows[0].sample.values.device
     lengths = [-(-len(row.sample.values) // BLOCK_ELEMENTS) for row in rows]
-    # For each block the index of its tensor.
+    # The index of the tensor of each block.
     ids = torch.tensor(np.repeat(np.arange(len(rows)), lengths), device=device)
     x = _blocks([row.sample.values.float() for row in rows])
     largest = torch.stack([row.sample.largest for row in rows])

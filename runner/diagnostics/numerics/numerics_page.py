@@ -225,7 +225,7 @@ def lost_shares(numerics: Numerics, name: str, kind: str) -> tuple[list[str], ND
                 lost.swallowed if kind == "updates" else min(1.0, lost.vanishing + lost.overflow)
             )
             if share is not None:
-                # Of the experts of a stack the worst.
+                # The worst expert of a stack counts.
                 row = names.index(_stack_of(stats.module))
                 shares[row, column] = np.fmax(shares[row, column], share)
     return names, shares

@@ -87,7 +87,7 @@ class Probe(TorchFunctionMode):
         model = self.state.plain_model
         trainable = {*map(id, self.state.trainable_parameters)}
         holders = set()
-        # By id of a parameter the name of its module, and of a stacked weight its own.
+        # The name of each parameter's module, of a stacked weight its own, by the parameter's id.
         self._names: dict[int, str] = {}
         self._stacks = stack_names(model)
         own_names = {id(p): name for name, p in model.named_parameters()}
@@ -187,7 +187,7 @@ class Probe(TorchFunctionMode):
         if grad is not None and grad.layout is torch.sparse_coo:
             grad = grad.detach().to_dense()
         if grad is not None and is_measurable(grad):
-            # Of several micro-batches the last call overwrites the others, with the whole sum.
+            # The last call of several micro-batches overwrites the others, with the whole sum.
             self._gradients[id(param)] = self._samples(param, grad)
 
     @torch.no_grad()

@@ -42,7 +42,7 @@ WIDEST = {*_WIDEST.split()}
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # The CPU has no kernel of it in half precision.
 _ROUNDED = "avg_pool3d"
-# Of each weight, by identity: the weight, which must live as long, and its cast.
+# Each weight, which must live as long, and its cast, by the identity of the weight.
 _half_weights: dict[int, tuple[Tensor, Tensor]] = {}
 _GROUPED_PRODUCTS = {"aten": "_grouped_mm", "transformers": "grouped_mm_fallback"}
 """Operators that multiply each expert's rows by its weight, by namespace: torch's, and that of

@@ -48,7 +48,7 @@ WRITING_VARIANTS |= {f"{name}_": name for name in _ADDED}
 graphs call them."""
 
 _lock = threading.Lock()
-# Of each set of kernels in place: how many contexts are open, and what holds the kernels.
+# How many contexts are open, and what holds the kernels, by the set of kernels in place.
 _active: dict[Hashable, tuple[int, torch.library.Library]] = {}
 
 
@@ -360,7 +360,7 @@ def tf32_products(model: nn.Module) -> Iterator[None]:
         model: that is computed inside; looked through for LSTMs.
     """
     onednn = torch.backends.mkldnn
-    # Not by its context manager flags(), which warns of a deprecated setting.
+    # Its context manager flags() warns of a deprecated setting.
     previous = onednn.enabled
     if any(isinstance(module, nn.LSTM) for module in model.modules()):
         # It has a fused kernel for LSTMs.

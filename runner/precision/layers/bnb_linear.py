@@ -185,7 +185,7 @@ class _TrainWeight(torch.autograd.Function):
 
 def _normalizing_factor(tensor: Tensor) -> Tensor:
     """Return the power of two, a float32 scalar on the device, that brings magnitudes below 1."""
-    # Not by torch.ldexp of the tensor itself, whose gradient is zero in torch 2.11.
+    # The gradient of torch.ldexp of the tensor itself is zero in torch 2.11.
     one = torch.ones((), device=tensor.device)
     if tensor.numel() == 0:
         return one

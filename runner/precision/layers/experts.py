@@ -32,7 +32,7 @@ _PACKED_KEY = re.compile(r"(.+)(_as_experts|_as_experts_transposed)\.(\d+)\.(bas
 KERNEL_ROWS = 64
 """Multiple of rows that an expert's products in 16 bits are padded to on a CPU."""
 
-# Of Experts.
+# Methods of Experts.
 _METHODS = ("view_of", "layers_of", "products", "numbers")
 
 
@@ -241,7 +241,7 @@ class Experts(nn.Module):
         plain = self._parameters.get(stack)
         slices: Any = None if plain is None else expert_matrices(plain, self.transposed[stack])
         if slices is not None and len(groups) > 1:
-            # Not expert by expert: the gradient of each slice would be a stack of zeros.
+            # Expert by expert the gradient of each slice would be a stack of zeros.
             slices = slices.unbind(0)
         layers: Any = self.layers_of(stack)
         outputs = []
@@ -317,7 +317,7 @@ class _ZeroGradients(torch.autograd.Function):
 def _call(layer: nn.Module, rows: Tensor) -> Tensor:
     """Return a layer's outputs, also on no rows: [..., in] to [..., out]."""
     flat = rows.reshape(-1, rows.shape[-1])
-    # Of no rows one of zeros, for the dtype and the gradients that are zero.
+    # Without rows one row of zeros gives the dtype, and gradients that are zero.
     missing = int(not len(flat))
     is_half = tensor_facts.is_narrow(rows) or torch.is_autocast_enabled("cpu")
     # A mode that watches kernels counts the rows of the model.
@@ -435,7 +435,7 @@ def _expert_layer_class(kind: type[nn.Module]) -> type[nn.Module]:
 def _experts_class(kind: type[nn.Module], stacks: tuple[str, ...]) -> type[nn.Module]:
     """Return the class of a module with converted experts, which shows them as its stacks."""
     shown = {stack: property(lambda module, stack=stack: module.view_of(stack)) for stack in stacks}
-    # Of the module's class, by which the runner knows whose attributes the module has.
+    # The module's own class tells the runner whose attributes the module has.
     return type(kind.__name__, (Experts, kind), {"__module__": kind.__module__, **shown})
 
 

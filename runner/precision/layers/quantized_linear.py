@@ -202,7 +202,7 @@ class Nvfp4Format(WeightFormat):
         codes = torch.searchsorted(table, values.abs()) + 8 * values.signbit()
         return {
             "weight": pack_nibbles(codes.to(torch.uint8)),
-            # As bits: a model's floating tensors may be cast, which would change their meaning.
+            # They are stored as bits: a cast of the model's floating tensors would change them.
             "weight_scale": block_scale.to(torch.float8_e4m3fn).view(torch.uint8),
             "weight_tensor_scale": tensor_scale,
         }

@@ -283,7 +283,7 @@ class AdviseCommand:
             seconds=0,
             seeds=asked.seeds,
             budget=asked.budget,
-            # As typed: the mark of a new key is the program's own.
+            # Words are shown as typed: the mark of a new key is the program's own.
             command=[*_command_words(config, config_dir), *map(as_typed, user), *seed],
             emulated=[name for name in precisions if name in emulated],
             overrides={name: words for name, words in fitting.items() if words},

@@ -316,7 +316,7 @@ def find_minimal_set(
             # The two most suspicious parts are tried alone; a single part is tried as all parts.
             alone = parts[:2] if len(parts) > 1 else []
             yield from filter(is_enough, ((*others, part) for part in alone))
-            # Not even all parts are enough where the module's own arithmetic needs float32.
+            # Where the module's own arithmetic needs float32, even all parts are not enough.
             if parts and is_enough((*others, *parts)):
                 yield leave_out((*others, *parts))
 

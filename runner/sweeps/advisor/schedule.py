@@ -475,7 +475,7 @@ class AdviseSweeper(Sweeper):
         """
         folder = Path(self._config.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        # As Hydra's own sweepers do, whose sweeps have this file.
+        # Sweeps of Hydra's own sweepers have this file, too.
         OmegaConf.save(self._config, folder / "multirun.yaml")
         command = AdviseCommand.from_config(self._config)
         resumes = bool(self._config.hydra.callbacks.sweep.resume)

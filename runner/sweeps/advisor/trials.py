@@ -75,7 +75,7 @@ class Trials:
         Raises:
             SystemExit: a signal has stopped the sweep.
         """
-        # By its overrides, not by its place: how many trials come before it depends on the budget.
+        # A trial is known by its overrides: how many trials come before it depends on the budget.
         earlier = self._earlier_results.items()
         known = (number for number, result in earlier if has_settings(result, words))
         number = next(known, self._next_number)

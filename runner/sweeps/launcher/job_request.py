@@ -130,7 +130,7 @@ def compose_job_config(
 
 def job_folder(config: DictConfig) -> Path:
     """Return a job's folder as an absolute path."""
-    # Not resolve(): a link in the path stays as it was typed.
+    # Unlike with resolve() a link in the path stays as it was typed.
     return Path(os.path.abspath(config.hydra.sweep.dir), config.hydra.sweep.subdir)  # noqa: PTH100
 
 

@@ -90,7 +90,7 @@ def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Poi
 def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
     """Return the style of each group, by name: a colour for each precision, and a dash pattern for
     each of the other settings. Groups of more settings than patterns differ in colour alone."""
-    # Of a report on two sweeps the sweep is a setting, too.
+    # In a report on two sweeps the sweep is a setting, too.
     own = [(result.sweep, *result.settings) for result in results]
     settings = [*dict.fromkeys(own)]
     is_dashed = len(settings) <= len(DASH_PATTERNS)

@@ -172,7 +172,7 @@ class SweepData:
             failed = 0 if self.advice.recommendation else failed
         status = 0 if is_accepted or set(run_result.UNTRIED).isdisjoint(statuses) else 2
         if self.gate:
-            # Of a gate 1 means rejected, and nothing else.
+            # The exit status 1 of a gate means rejected, and nothing else.
             status = 2 if failed else self.gate.exit_status
         elif failed:
             status = 1

@@ -96,7 +96,7 @@ class Segmentation(ClassTask):
         classes = logits.shape[1]
         cells = target.clamp(min=0) * classes + logits.argmax(1)
         counted = (target != batch_layout.IGNORED_LABEL).long()
-        # Not bincount, which waits for the device to learn its result's size.
+        # bincount would wait for the device to learn its result's size.
         counts = torch.zeros(classes * classes, dtype=torch.int64, device=target.device)
         confusion = counts.scatter_add_(0, cells.flatten(), counted.flatten()).view(
             classes, classes
