@@ -102,8 +102,8 @@ def measure_error(
     error, norm = torch.stack(norms).tolist()
     info, reference_info = torch.finfo(tensor.dtype), torch.finfo(reference.dtype)
     if not (math.isfinite(error) and math.isfinite(norm)):
-        # Only numbers that are finite in both count. Masks are often filled with the lowest number of
-        # their dtype: two such numbers are the same.
+        # Only numbers that are finite in both count. Masks are often filled with the lowest number
+        # of their dtype: two such numbers are the same.
         both = value.isfinite() & expected.isfinite()
         both &= ~((value == info.min / scale) & (expected == reference_info.min))
         known = torch.where(both, expected.double(), 0)
