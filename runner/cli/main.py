@@ -6,6 +6,7 @@ answer at once.
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -30,6 +31,13 @@ from runner.rooms import install_rooms
 from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep, print_error_once, sweep_module
 
 
+class PlainFormatter(logging.Formatter):
+    """A logging formatter whose lines are safe for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return terminal.sanitize(super().format(record))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. See docs/commands.md."""
     install_rooms()
@@ -47,7 +55,7 @@ def _run_command(argv: Sequence[str]) -> int:
     """Run a command of a room, or train through Hydra; return the exit status."""
     # logging.lastResort writes the warnings of libraries to stderr.
     if logging.lastResort:
-        logging.lastResort.setFormatter(terminal.PlainFormatter())
+        logging.lastResort.setFormatter(PlainFormatter())
     # The user's own modules: the path of a console script lacks the working directory, which
     # `python -m runner` has.
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
@@ -56,7 +64,7 @@ def _run_command(argv: Sequence[str]) -> int:
         print(f"runner {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         return 0
     try:
-        invalid = next((text for text in argv if not terminal.is_text(text)), None)
+        invalid = next((text for text in argv if not _is_text(text)), None)
         if invalid is not None:
             raise ConfigError(f"{invalid} is not valid UTF-8.")
         command = Room.all_commands().get(argv[0]) if argv else None
@@ -151,3 +159,9 @@ def _has_open_sweep() -> bool:
     """Return whether this process runs a sweep, which must be ended before the process exits."""
     module = sweep_module()
     return module is not None and module.Sweep.current is not None
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a text is valid Unicode; an argument with bytes that are not UTF-8 is not."""
+    # Python decodes such bytes of argv to lone surrogates (PEP 383).
+    return not re.search("[\ud800-\udfff]", text)

@@ -5,6 +5,7 @@ replay that assembled them otherwise than training would not be bit-exact. The t
 a conversion before it is announced and before anything trains.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -215,7 +216,17 @@ def seed_process(spec: RunSpec) -> None:
     """Seed the generators, and have torch compute deterministically where the spec asks for it."""
     random_streams.seed_all(spec.seed)
     if spec.deterministic:
-        random_streams.make_deterministic()
+        make_deterministic()
+
+
+def make_deterministic() -> None:
+    """Have torch raise an error for operations whose result can differ between runs."""
+    # cuBLAS is deterministic with a workspace of a fixed size only (CUDA's cuBLAS documentation,
+    # "Results reproducibility"); the user's own setting stays.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
 
 
 def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> RunResult:

@@ -206,7 +206,7 @@ def cast_floats(
     # another one could get its id.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
     for name, own_dtype in (kept or {}).items():
-        for tensor in module_tree.tensors_named(model, name):
+        for tensor in _tensors_named(model, name):
             replacements[id(tensor)] = (tensor, cast_tensor(tensor, own_dtype))
 
     def cast_once(tensor: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def keep_in_float32(model: nn.Module, names: Collection[str], storage: torch.dty
     for name in names:
         module = modules.get(name)
         if module is None:
-            (tensor,) = module_tree.tensors_named(model, name)
+            (tensor,) = _tensors_named(model, name)
             tensor.data = cast_tensor(tensor.data, torch.float32)
             continue
         if not isinstance(module, KeptInFloat32):
@@ -461,3 +461,14 @@ def _named_floats(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's floating parameters and buffers by dotted name, as _named_tensors does."""
     named = _named_tensors(model).items()
     return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+
+
+def _tensors_named(model: nn.Module, name: str) -> list[Tensor]:
+    """Return the parameter or buffer of a dotted name, or the tensors of that name's module."""
+    path, _, key = name.rpartition(".")
+    holder = model.get_submodule(path)
+    tensor = holder._parameters.get(key, holder._buffers.get(key))
+    if tensor is not None:
+        return [tensor]
+    module = model.get_submodule(name)
+    return [*module.parameters(), *module.buffers()]

@@ -17,12 +17,14 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.core import files, journals, layout, metric_names
+from runner.core import files, journals, layout
 from runner.data.unpacked_size import MAX_UNPACKED_BYTES
 from runner.tracking.uri import RefusedError
 
 if TYPE_CHECKING:
     import pandas
+
+_LOSS_SCALE_CHANGES = "loss_scale/changes"
 
 Curve = NDArray[np.float64]
 """Shape [3, points], float64: optimizer steps, Unix times in milliseconds, and values as they were
@@ -92,7 +94,7 @@ def to_frame(curves: Mapping[str, Curve]) -> "pandas.DataFrame":
     for name, (steps, times_ms, values) in sorted(curves.items()):
         index = steps.astype(int)
         times.append(pandas.Series(times_ms, index=index))
-        if name != metric_names.LOSS_SCALE_CHANGES:
+        if name != _LOSS_SCALE_CHANGES:
             column = pandas.Series(values, index=index)
             columns[name] = column[~column.index.duplicated(keep="last")]
     begin = min((curve[1].min() for curve in curves.values()), default=0.0)

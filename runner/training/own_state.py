@@ -211,7 +211,7 @@ class SkippedSteps(train_state.StepHook):
                 if is_alike and (now.shape, now.dtype) == (copied.shape, copied.dtype):
                     place.members[place.key] = torch.where(found_inf != 0, copied, now)
                 # No kernel chooses between a tensor and None, or between shapes: the host waits.
-                # An activation, or what is neither, has none.
+                # For an activation, or what is neither, it does not wait.
                 elif (
                     getattr(now, "grad_fn", now) is None and tensor_facts.HostFlag(found_inf).is_set
                 ):

@@ -74,9 +74,8 @@ def write_pretrained(
     plain = plain_weights(model, weights)
     floats = {value.dtype for value in plain.values() if value.is_floating_point()}
     widest = max(floats, key=lambda dtype: torch.finfo(dtype).bits)
-    if len(floats) > 1:
-        # float16 and bfloat16 hold other numbers.
-        widest = torch.promote_types(widest, torch.float32)
+    if len(floats) > 1 and widest is not torch.float64:
+        widest = torch.float32  # float16 and bfloat16 hold other numbers
     for name, value in plain.items():
         cast = value.to(widest) if value.is_floating_point() else value
         plain[name] = cast.detach().cpu()

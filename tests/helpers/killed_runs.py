@@ -11,6 +11,7 @@ from quiet_mlflow import MlflowClient
 
 from runner.core.record import checkpoint_file
 from runner.core.record import journals as journal
+from runner.tracking.writer.uploader import last_steps
 
 # A float16 GPT with dropout, shuffling, accumulation and a loss scale that moves.
 OVERRIDES = (
@@ -88,7 +89,7 @@ def train_with_kills(folder, env, kills, steps):
 def last_recorded_step(folder):
     """Return the last step in the newest journal of the runs in a folder."""
     paths = [journal.latest_journal(run) for run in folder.glob("outputs/runs/*")]
-    steps = [journal.last_steps([path]).get("train/loss", 0) for path in paths if path]
+    steps = [last_steps([path]).get("train/loss", 0) for path in paths if path]
     return max(steps, default=0)
 
 

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from runner.core.base.errors import refuse
 
@@ -69,17 +69,6 @@ def select_modules(
         selected |= matches
     refuse(problems)
     return selected
-
-
-def tensors_named(model: nn.Module, name: str) -> list[Tensor]:
-    """Return the parameter or buffer of a dotted name, or the tensors of that name's module."""
-    path, _, key = name.rpartition(".")
-    holder = model.get_submodule(path)
-    tensor = holder._parameters.get(key, holder._buffers.get(key))
-    if tensor is not None:
-        return [tensor]
-    module = model.get_submodule(name)
-    return [*module.parameters(), *module.buffers()]
 
 
 def name_prefixes(name: str) -> Iterator[str]:

@@ -164,16 +164,6 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def make_deterministic() -> None:
-    """Have torch raise an error for operations whose result can differ between runs."""
-    # cuBLAS is deterministic with a workspace of a fixed size only (CUDA's cuBLAS documentation,
-    # "Results reproducibility"); the user's own setting stays.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-
-
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the states of Python's, NumPy's, torch's and the device's generators.
 

@@ -49,12 +49,6 @@ def _quoted(word: str) -> str:
     return f"$'{escaped}'"
 
 
-def is_text(text: str) -> bool:
-    """Return whether a text is valid Unicode; an argument with bytes that are not UTF-8 is not."""
-    # Python decodes such bytes of argv to lone surrogates (PEP 383).
-    return not re.search("[\ud800-\udfff]", text)
-
-
 def one_line(text: str) -> str:
     """Return a text on one line, safe for a terminal."""
     return sanitize(" ".join(text.split()))
@@ -64,13 +58,6 @@ def print_error(text: str, mark: str = "error: ") -> None:
     """Print a text to stderr, with a mark before each line."""
     for line in sanitize(text).splitlines() or [""]:
         print(f"{mark}{line}", file=sys.stderr, flush=True)
-
-
-class PlainFormatter(logging.Formatter):
-    """A logging formatter whose lines are safe for a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return sanitize(super().format(record))
 
 
 @contextmanager

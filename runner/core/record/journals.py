@@ -298,18 +298,6 @@ def previous_journal(path: Path, start: Mapping[str, Any]) -> Path | None:
     return before if is_other_file else None
 
 
-def last_steps(paths: Iterable[Path]) -> dict[str, int]:
-    """Return the last step of each metric in some journals."""
-    last: dict[str, int] = {}
-    for path in paths:
-        for record, _ in read_records(path):
-            if record["kind"] == "metrics":
-                step = record["step"]
-                for name in record["values"]:
-                    last[name] = max(step, last.get(name, step))
-    return last
-
-
 def new_values(record: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, float]:
     """Return the values of a metric record that no earlier journal of the run holds.
 

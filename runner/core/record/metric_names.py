@@ -61,7 +61,6 @@ METRICS = {
 
 
 VAL_LOSS = "val/loss"
-LOSS_SCALE_CHANGES = "loss_scale/changes"
 
 
 def numbered(names: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ describes. writer_main.py calls `advance` in a loop and decides what a failed ca
 import math
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -326,7 +326,7 @@ class JournalUploader:
         self._start = start
         self._run_id = self.state.run_id
         # A resumed run computes some steps again, and MLflow cannot take points back.
-        self._earlier_steps = journals.last_steps(journals.run_journals(self.journal)[:-1])
+        self._earlier_steps = last_steps(journals.run_journals(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
             self._store.parents[start["sweep"]] = self._run_id
             self._store.sweep_names[start["sweep"]] = start["name"]
@@ -422,3 +422,15 @@ def artifact_file(journal: Path, name: str) -> Path:
     if files.link_out_of(run_folder, path):
         raise RefusedError(f"{path} is not in the run's folder, {run_folder}")
     return path
+
+
+def last_steps(paths: Iterable[Path]) -> dict[str, int]:
+    """Return the last step of each metric in some journals."""
+    last: dict[str, int] = {}
+    for path in paths:
+        for record, _ in journals.read_records(path):
+            if record["kind"] == "metrics":
+                step = record["step"]
+                for name in record["values"]:
+                    last[name] = max(step, last.get(name, step))
+    return last

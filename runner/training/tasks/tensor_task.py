@@ -103,16 +103,13 @@ def _check(loss: object) -> None:
             f"{ignored} in its place. Other tasks leave {batch_layout.IGNORED_LABEL} out: have the "
             "data set yield it."
         )
-    called = loss
-    if isinstance(loss, nn.Module):
-        called = loss.forward
-        if [*loss.parameters()]:
-            raise ConfigError(
-                f"task.loss={name} has parameters, which no optimizer would train. Make them a "
-                "part of the model, or tensors registered by register_buffer."
-            )
+    if isinstance(loss, nn.Module) and [*loss.parameters()]:
+        raise ConfigError(
+            f"task.loss={name} has parameters, which no optimizer would train. Make them a part "
+            "of the model, or tensors registered by register_buffer."
+        )
     with suppress(ValueError):  # a builtin has no signature
-        names = signature(called)
+        names = signature(loss.forward if isinstance(loss, nn.Module) else loss)
         try:
             names.bind(None, None)
         except TypeError as error:

@@ -10,13 +10,9 @@ from forked_process import run_forked
 from states import follow_own_state, make_state, regression_batch
 from waiting import SECONDS
 
-from runner.core.base.random_streams import (
-    make_deterministic,
-    process_state,
-    saved_forward_state,
-    seed_all,
-)
+from runner.core.base.random_streams import process_state, saved_forward_state, seed_all
 from runner.core.loop.step import train_step
+from runner.modes.execution import make_deterministic
 from runner.training.own_state import saved_state
 
 

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 from rich.table import Table
 
-from runner.core.base.terminal import PlainFormatter, one_line, print_error, quote_command, sanitize
+from runner.cli.main import PlainFormatter
+from runner.core.base.terminal import one_line, print_error, quote_command, sanitize
 from runner.output.console import PlainConsole
 
 STEERS = "\x1b[31m\x07\x08\r\x7f\x9b1m\u202e\u2066\u2028"
