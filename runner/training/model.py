@@ -478,22 +478,26 @@ def materialize_lazy_layers(
             ) from error
     dtypes = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     batch = cast_nest(batch, next(dtypes, torch.get_default_dtype()))
-    # Norms keep their statistics in it.
-    with module_tree.evaluation_mode(model), torch.no_grad():
-        try:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()  # in which norms keep their statistics
+    try:
+        with torch.no_grad():
             model_call.call_model(model, batch)
-        except RunnerError:
-            raise
-        except Exception as error:
-            if device.type == "meta":
-                raise NotImplementedError("lazy layers of this model need real numbers") from error
-            shape = list(getattr(batch, "shape", [])) or type(batch).__name__
-            raise ConfigError(
-                f"model: the lazy layers {_lazy_layers(model)} take their sizes from a first "
-                f"forward, which fails on inputs {shape}: {type(error).__name__}: {error}. Give "
-                "these layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= "
-                "whose examples the model takes."
-            ) from error
+    except RunnerError:
+        raise
+    except Exception as error:
+        if device.type == "meta":
+            raise NotImplementedError("lazy layers of this model need real numbers") from error
+        shape = list(getattr(batch, "shape", [])) or type(batch).__name__
+        raise ConfigError(
+            f"model: the lazy layers {_lazy_layers(model)} take their sizes from a first forward, "
+            f"which fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
+            "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
+            "examples the model takes."
+        ) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
     names = _lazy_layers(model)
     if names:
         raise ConfigError(
