@@ -130,7 +130,7 @@ class Lora:
             name
             for name, part in parts.items()
             if self._is_left_frozen(name, patterns)
-            and module_tree.has_module(part, linear_classes())
+            and any(isinstance(module, linear_classes()) for module in part.modules())
         ]
 
     def _is_left_frozen(self, name: str, patterns: Sequence[str]) -> bool:
@@ -272,7 +272,7 @@ class Lora:
                 f"adapter.train names {', '.join(packed)}, whose weight is quantised and cannot "
                 f"train. Type precision.ignore_modules=[{','.join(packed)}], too."
             )
-        if module_tree.has_module(model, FusedNormLinear):
+        if any(isinstance(module, FusedNormLinear) for module in modules.values()):
             raise ConfigError(
                 "adapter=lora would add to the inputs of layers that compute their norm "
                 "themselves. Type precision.fuse=false."

@@ -95,6 +95,11 @@ def load_selected(model: nn.Module, weights: Weights, spec: RunSpec, source: str
     return InitialWeights(spec.init.weights or "", source, loaded, fresh, unused, renamed)
 
 
+def entries_below(prefix: str, weights: Weights) -> dict[str, Any]:
+    """Return the weights whose names begin with a prefix, by the rest of their names."""
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+
+
 def misfit_reason(error: Exception) -> str:
     """Return the first reason of an error of load_state_dict."""
     # torch lists each name below a first line that says nothing about this model.

@@ -488,22 +488,26 @@ def materialize_lazy_layers(model: nn.Module, device: torch.device, inputs: Any)
     """
     dtypes = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     inputs = cast_nest(inputs, next(dtypes, torch.get_default_dtype()))
-    # Norms keep their statistics in it.
-    with module_tree.evaluation_mode(model), torch.no_grad():
-        try:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()  # in which norms keep their statistics
+    try:
+        with torch.no_grad():
             model_call.call_model(model, inputs)
-        except RunnerError:
-            raise
-        except Exception as error:
-            if device.type == "meta":
-                raise NotImplementedError("lazy layers of this model need real numbers") from error
-            shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
-            raise ConfigError(
-                f"model: the lazy layers {lazy_layers(model)} take their sizes from a first "
-                f"forward, which fails on inputs {shape}: {type(error).__name__}: {error}. Give "
-                "these layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= "
-                "whose examples the model takes."
-            ) from error
+    except RunnerError:
+        raise
+    except Exception as error:
+        if device.type == "meta":
+            raise NotImplementedError("lazy layers of this model need real numbers") from error
+        shape = list(getattr(inputs, "shape", [])) or type(inputs).__name__
+        raise ConfigError(
+            f"model: the lazy layers {lazy_layers(model)} take their sizes from a first forward, "
+            f"which fails on inputs {shape}: {type(error).__name__}: {error}. Give these "
+            "layers their sizes (nn.Linear in place of nn.LazyLinear), or type a data= whose "
+            "examples the model takes."
+        ) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
     names = lazy_layers(model)
     if names:
         raise ConfigError(

@@ -17,7 +17,7 @@ from runner.core import files, module_tree, tensor_facts, terminal
 from runner.precision.layers.conv1d import is_transposed
 from runner.precision.layers.derived_weight import current_weight
 from runner.precision.layers.experts import Stack, expert_matrices, expert_stacks, is_known_mixture
-from runner.training.initial_weights import unpack_weights
+from runner.training.initial_weights import entries_below, unpack_weights
 from runner.training.schedules import Node
 
 # Files of a tokenizer or an image processor, which save_pretrained writes beside a model.
@@ -334,7 +334,7 @@ def merged(name: str, weights: Mapping[str, Tensor], layer: Any) -> dict[str, Te
         layer: peft's layer; None for a module without an addition.
     """
     start = f"{name}." if layer is None else f"{name}.base_layer."
-    parts = module_tree.entries_below(start, weights)
+    parts = entries_below(start, weights)
     if layer is not None:
         # One that is derived from other parameters, which the adapter freezes, is the layer's.
         plain = parts["weight"] if "weight" in parts else current_weight(layer.get_base_layer())

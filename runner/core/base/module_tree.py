@@ -1,7 +1,6 @@
 """Select modules and tensors of a model by patterns of dotted names, or the blocks it repeats."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -78,11 +77,6 @@ def name_prefixes(name: str) -> Iterator[str]:
         yield ".".join(segments[:depth])
 
 
-def entries_below(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a state dict whose names begin with a prefix, without it."""
-    return {k.removeprefix(prefix): v for k, v in entries.items() if k.startswith(prefix)}
-
-
 def nearest_names(pattern: str, names: Collection[str]) -> str:
     """Return the names of parameters or modules, and of what holds them, most like a pattern."""
     candidates = dict.fromkeys(names)
@@ -102,11 +96,6 @@ def outermost_names(names: Collection[str]) -> set[str]:
         return {""}
     prefixes = tuple(f"{name}." for name in names)
     return {name for name in names if not name.startswith(prefixes)}
-
-
-def has_module(model: nn.Module, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether a model is, or holds, a module of one of some classes."""
-    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def frozen_parts(model: nn.Module) -> dict[str, nn.Module]:
@@ -147,19 +136,6 @@ def set_training(model: nn.Module) -> None:
     for module in model.modules():
         if _STAYS_IN_EVALUATION in vars(module):
             module.eval()
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode; restore the mode of each module at the end of the context."""
-    # One by one: a user's module may be in evaluation mode while the model trains.
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 _STAYS_IN_EVALUATION = "_stays_in_evaluation"

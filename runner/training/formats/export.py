@@ -35,7 +35,6 @@ from runner.core import (
     errors,
     files,
     layout,
-    module_tree,
     tensor_facts,
     terminal,
 )
@@ -166,7 +165,7 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
             f"torch.export cannot write the layers of precision={precision.name} "
             f"({precision.storage_format} weights, {precision.compute_format})"
         )
-    if module_tree.has_module(model, Experts):
+    if any(isinstance(module, Experts) for module in model.modules()):
         raise ExportError("torch.export cannot write the additions of an adapter to experts")
     # An LSTM is the only layer whose float16 kernel comes from this package: torch itself has
     # kernels for the others, which run where the program is loaded. See
@@ -175,7 +174,7 @@ def check_layers(model: nn.Module, precision: Precision) -> None:
     if precision.kernels(model, device) != "float32_accumulate":
         return
     is_autocast = isinstance(precision.forward(tensor_facts.CPU_DEVICE), torch.autocast)
-    if is_autocast and module_tree.has_module(model, nn.LSTM):
+    if is_autocast and any(isinstance(module, nn.LSTM) for module in model.modules()):
         raise ExportError("torch has no float16 kernel on a CPU for an LSTM under autocast")
 
 
@@ -266,10 +265,17 @@ def _evaluation_mode(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> Iterator[None]:
     """Put the model in evaluation mode without gradients; restore modes and random states after."""
+    # One by one: a user's module may be in evaluation mode while the model trains.
+    modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
-    mode = module_tree.evaluation_mode(model)
-    with torch.random.fork_rng(devices), torch.no_grad(), mode, precision.eval_context(model):
-        yield
+    with torch.random.fork_rng(devices), torch.no_grad():
+        try:
+            model.eval()
+            with precision.eval_context(model):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def _trace(module: nn.Module, example: Any, lengths: list[str]) -> torch.export.ExportedProgram:

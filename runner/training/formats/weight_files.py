@@ -18,8 +18,9 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 from torch import Tensor
 
-from runner.core import ConfigError, files, module_tree
+from runner.core import ConfigError, files
 from runner.precision.layers.quantized_linear import packed_label
+from runner.training.initial_weights import entries_below
 
 FOLDER_FILES = (
     "model.safetensors",
@@ -240,7 +241,7 @@ def packed_layout(weights: Mapping[str, Any]) -> str:
             return "bnb-int8"
         if value.dtype is not torch.uint8:
             continue
-        parts = module_tree.entries_below(f"{name}.", weights)
+        parts = entries_below(f"{name}.", weights)
         if any(part.startswith("quant_state") for part in parts):
             from runner.precision.layers.bnb_linear import packed_mode, packing_label
 
