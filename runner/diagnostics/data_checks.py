@@ -28,6 +28,7 @@ from runner.core import (
 )
 from runner.data.splits import label_remedy
 from runner.data.stream_loader import DatasetLoader, StepSamples, StreamLoader, targets_of_steps
+from runner.diagnostics.module_tensors import tensors_in
 from runner.training.tasks.detection import Detection
 
 ROWS_PER_PIECE = 4096
@@ -222,7 +223,7 @@ def _portions(loader: DatasetLoader) -> Iterator[tuple[Tensor, Batch]]:
 def _not_finite(nest: Any, count: int) -> Tensor:
     """Return which samples of a nest of tensors [count, ...] are not finite: bool [count], CPU."""
     wrong = torch.zeros(count, dtype=torch.bool)
-    for value in tensor_facts.tensors_in(nest):
+    for value in tensors_in(nest):
         if value.shape[:1] != (count,):
             continue
         real = tensor_facts.real_view(value)

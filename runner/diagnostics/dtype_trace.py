@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.config.messages import CPU_CASTS
 from runner.core import ConversionReport, Precision, fmt, model_call, module_tape, tensor_facts
+from runner.diagnostics.module_tensors import named_modules, tensors_in
 from runner.precision.casting import KeptInFloat32
 from runner.precision.layers.experts import Experts
 
@@ -53,7 +54,7 @@ def _product(name: str, args: tuple[Any, ...], out: Any) -> tuple[Tensor, int] |
 
 def _names(values: Any) -> set[str]:
     """Return the names of the dtypes of the tensors in a nest."""
-    return {tensor_facts.dtype_name(tensor.dtype) for tensor in tensor_facts.tensors_in(values)}
+    return {tensor_facts.dtype_name(tensor.dtype) for tensor in tensors_in(values)}
 
 
 class DtypeProbe(TorchDispatchMode):
@@ -89,7 +90,7 @@ class DtypeProbe(TorchDispatchMode):
         if any(module._compiled_call_impl for module in self.model.modules()):
             return self
         end = partial(self._note, "outputs")
-        for name, module in module_tape.named_modules(self.model):
+        for name, module in named_modules(self.model):
             self._tape.watch_calls(name, module, self._note_inputs, end)
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
@@ -124,14 +125,14 @@ class DtypeProbe(TorchDispatchMode):
 
     def _note_inputs(self, name: str, values: Any) -> None:
         self._note("inputs", name, values)
-        first = next((t for t in tensor_facts.tensors_in(values) if t.ndim), None)
+        first = next((t for t in tensors_in(values) if t.ndim), None)
         if first is not None and first.numel():
             self.input_rows[name] += first.numel() // first.shape[-1]
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each module that ran, in the model's order."""
         rows = []
-        for name, module in module_tape.named_modules(self.model):
+        for name, module in named_modules(self.model):
             if not self.seen["outputs", name]:
                 continue
             columns = {"stores": _names(list(module.parameters(recurse=False)))}

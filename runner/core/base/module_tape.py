@@ -1,6 +1,6 @@
 """Watch modules and gradients and replace forwards, for a time, and leave no trace of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import update_wrapper
 from typing import Any
@@ -15,12 +15,6 @@ ROOT = "(model)"
 
 Note = Callable[[str, Any], None]
 """Takes a module's name and its arguments, or its output: None after an exception."""
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model with their dotted names, and the model itself as ROOT."""
-    for name, module in model.named_modules():
-        yield name or ROOT, module
 
 
 def is_in_backward() -> bool:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 CPU_DEVICE = torch.device("cpu")
 
@@ -40,11 +39,6 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def real_view(tensor: Tensor) -> Tensor:
     """Return a complex tensor's real and imaginary parts, [..., 2]; any other tensor itself."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def tensors_in(nest: Any) -> list[Tensor]:
-    """Return the tensors of a nest of tuples, lists and mappings, in its order."""
-    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def memory_of(value: object) -> int:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from runner.core import module_tape
+from runner.diagnostics.module_tensors import named_modules
 from runner.precision.layers.experts import expert_parts
 
 LOSS = "(loss)"
@@ -112,7 +113,7 @@ def comparable_modules(model: nn.Module) -> set[str]:
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     inside = {part for module in compiled for part in module.modules() if part is not module}
     inside |= {part for module in model.modules() for part in expert_parts(module)}
-    return {name for name, module in module_tape.named_modules(model) if module not in inside}
+    return {name for name, module in named_modules(model) if module not in inside}
 
 
 def functions_are_seen(model: nn.Module) -> bool:
@@ -132,7 +133,7 @@ def visited_modules(
     calls = ModuleCalls(visitor, listeners)
     functions = calls if functions_are_seen(model) else nullcontext()
     with module_tape.ModuleTape() as tape, warnings.catch_warnings(), functions:
-        for name, module in module_tape.named_modules(model):
+        for name, module in named_modules(model):
             if name in names:
                 # The forward of a compiled module would be traced into its program.
                 key = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"

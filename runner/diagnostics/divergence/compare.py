@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.core import (
-    Batch,
-    Precision,
-    backpropagate,
-    loss_of,
-    module_tape,
-    module_tree,
-    tensor_facts,
-)
+from runner.core import Batch, Precision, backpropagate, loss_of, module_tape, module_tree
 from runner.diagnostics.divergence.boundaries import (
     WRITTEN,
     Boundary,
@@ -58,6 +50,7 @@ from runner.diagnostics.divergence.tensor_error import (
     log_probability_error,
     measure_error,
 )
+from runner.diagnostics.module_tensors import tensors_in
 from runner.precision.layers.expert_weight import ExpertWeight
 from runner.precision.layers.experts import stack_names
 from runner.training.own_state import saved_state
@@ -371,7 +364,7 @@ def _record(
 ) -> None:
     """Record the floating tensors that a function of torch returns in one module's own code."""
     if running == module:
-        for tensor in tensor_facts.tensors_in(result):
+        for tensor in tensors_in(result):
             if not isinstance(tensor, ExpertWeight) and tensor.is_floating_point():
                 trace.append((name, tensor.detach()))
 

@@ -12,6 +12,7 @@ from runner.diagnostics.divergence.boundaries import CHOICES, LOSS, WRITTEN, Bou
 from runner.diagnostics.divergence.reference import Reference
 from runner.diagnostics.divergence.substitution import Execution, PassErrors, Roundoffs
 from runner.diagnostics.divergence.tensor_error import TensorError
+from runner.diagnostics.module_tensors import named_modules
 from runner.precision.conversion import is_converted
 
 LARGEST_EXPLAINED = 2.0
@@ -139,7 +140,7 @@ class Network:
         model = execution.state.plain_model
         classes: dict[str, str] = {}
         self.layers: set[str] = set()
-        for name, module in module_tape.named_modules(model):
+        for name, module in named_modules(model):
             classes[name] = type(module).__name__
             is_plain = type(module).__module__.startswith("torch.nn.")
             if is_converted(module) or (is_plain and next(module.children(), None) is None):

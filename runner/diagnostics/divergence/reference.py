@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runner.core import Batch, ConfigError, files, tensor_facts
 from runner.diagnostics.divergence.boundaries import Boundary, Visitor
+from runner.diagnostics.module_tensors import tensors_in
 
 Call = tuple[str, int]
 """A module's name, and the number of its call."""
@@ -48,9 +49,9 @@ class NarrowCode:
         """Note a function's call."""
         if name in _CASTS:
             return
-        operands = tensor_facts.tensors_in(arguments)
+        operands = tensors_in(arguments)
         dtypes = {t.dtype for t in operands if t.is_floating_point()}
-        results = tensor_facts.tensors_in(result)
+        results = tensors_in(result)
         # A view only has the dtype of what it is of; that of a grouped product is of no operand.
         passes_on = self.dtype in dtypes
         if not any(t.dtype is self.dtype and not (t._is_view() and passes_on) for t in results):
@@ -429,7 +430,7 @@ def weights_digest(model: nn.Module) -> str:
 def batch_digest(batch: Batch) -> str:
     """Return a digest of a batch's tensors."""
     digest = hashlib.sha256()
-    for tensor in tensor_facts.tensors_in(tuple(batch)):
+    for tensor in tensors_in(tuple(batch)):
         digest.update(_bytes(tensor))
     return digest.hexdigest()
 

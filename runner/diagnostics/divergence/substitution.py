@@ -28,6 +28,7 @@ from runner.diagnostics.divergence.reference import (
     set_generator_states,
 )
 from runner.diagnostics.divergence.tensor_error import TensorError, measure_error, no_error
+from runner.diagnostics.module_tensors import named_modules
 from runner.precision.casting import KeptInFloat32
 from runner.precision.conversion import is_converted
 from runner.precision.layers.experts import by_expert, stack_names
@@ -154,7 +155,7 @@ def _add_execution(
         takers = [users.get(b, "") for b, t in tensors.values.items() if t.dtype is narrow]
         rounding = narrow_code.modules(takers)
     kept: set[nn.Module] = set()
-    for name, module in module_tape.named_modules(execution.state.plain_model):
+    for name, module in named_modules(execution.state.plain_model):
         if uses_tf32:
             roundoffs.code[name] = max(roundoffs.code[name], TF32)
         if is_converted(module):
@@ -232,7 +233,7 @@ class Perturber:
     def perturbed_parameters(self, model: nn.Module) -> Iterator[None]:
         """Return a context in which the model's parameters are as rounding may have them."""
         roundoffs = defaultdict(float)
-        for name, module in module_tape.named_modules(model):
+        for name, module in named_modules(model):
             for parameter in module.parameters(recurse=False):
                 # A tied parameter belongs to several modules, and is changed once.
                 roundoffs[parameter] = max(self.roundoffs.code[name], roundoffs[parameter])

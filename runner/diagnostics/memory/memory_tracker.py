@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.core import module_tape, tensor_facts
+from runner.diagnostics.module_tensors import tensors_in
 from runner.precision.emulation.cpu_kernels import KERNELS
 
 _CUDA_BLOCK = 512
@@ -114,7 +115,7 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         kind = TEMPORARIES if module_tape.is_in_backward() or self._updates else self.kind
-        made = tensor_facts.tensors_in(result)
+        made = tensors_in(result)
         self.add(kind, *(t for t in made if t.untyped_storage()._cdata not in self._held))
         # The workspace is freed when the operator returns: it counts at this moment alone.
         now = list(self._now)
@@ -135,13 +136,13 @@ def workspace_bytes(
         accumulates: runner.precision.emulation.cpu_kernels computes float16 operators with float32
             kernels.
     """
-    inputs = tensor_facts.tensors_in((args, kwargs))
+    inputs = tensors_in((args, kwargs))
     if not inputs or inputs[0].device.type != "cpu":
         return 0
     name = func.name().partition("::")[2].partition(".")[0]
     dtype = inputs[0].dtype
     if accumulates and name in KERNELS and dtype is torch.float16:
-        outputs = tensor_facts.tensors_in(result)
+        outputs = tensors_in(result)
         output_halves = sum(t.numel() for t in outputs if t.dtype is torch.float16)
         input_halves = sum(t.numel() for t in inputs if t.dtype is torch.float16)
         # The float32 kernel has returned, and freed its workspace, before its result is rounded to

@@ -24,6 +24,7 @@ from runner.core import (
     module_tape,
     tensor_facts,
 )
+from runner.diagnostics.module_tensors import named_modules, tensors_in
 from runner.diagnostics.numerics.measure import (
     BLOCK_ELEMENTS,
     MAX_SAMPLE_ELEMENTS,
@@ -50,7 +51,7 @@ def modules_holding_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
     Each module comes once; a parameter that several modules share belongs to the first of them.
     """
     seen: set[int] = set()
-    for name, module in module_tape.named_modules(model):
+    for name, module in named_modules(model):
         held = list(module.parameters(recurse=False))
         unseen = [p for p in held if id(p) not in seen]
         seen.update(map(id, held))
@@ -105,7 +106,7 @@ class Probe(TorchFunctionMode):
         self._user_code: set[str] = set()
         names_of_experts = expert_names(model)
         # The whole model is called once for each micro-batch.
-        begins: dict[str, module_tape.Note] = {"": self._begin_forward}
+        begins: dict[str, Callable[..., None]] = {"": self._begin_forward}
         begins |= {name.rpartition(".")[0]: self._record_tokens for name in self._stacks}
         for dotted_name, module in model.named_modules():
             name = names_of_experts.get(module, dotted_name or module_tape.ROOT)
@@ -132,7 +133,7 @@ class Probe(TorchFunctionMode):
 
     def _record_tokens(self, name: str, inputs: Any) -> None:
         """Copy what a layer of experts takes: the tokens, and the numbers of their experts."""
-        tensors = tensor_facts.tensors_in(inputs)
+        tensors = tensors_in(inputs)
         if len(tensors) < 2:
             return
         tokens, chosen, *_ = tensors
@@ -172,7 +173,7 @@ class Probe(TorchFunctionMode):
         if len(samples) < MAX_OUTPUT_SAMPLES:
             # An output that is also the result of a measured operation counts once.
             counted = {id(t) for t in self._inner_tensors[name]}
-            for tensor in tensor_facts.tensors_in(output):
+            for tensor in tensors_in(output):
                 if is_measurable(tensor) and id(tensor) not in counted:
                     samples.append(take_sample(tensor, masked=name in self._user_code))
         self._inner_tensors[name].clear()
@@ -202,8 +203,8 @@ class Probe(TorchFunctionMode):
             has_update |= kind == "updates" and bool(count.largest)
         # Where the optimizer skipped the step, updates of zero would read as swallowed ones.
         kinds = [kind for kind in KINDS if has_update or kind != "updates"]
-        named_modules = module_tape.named_modules(self.state.plain_model)
-        names = dict.fromkeys(name for name, _ in (*named_modules, *counts))
+        pairs = (*named_modules(self.state.plain_model), *counts)
+        names = dict.fromkeys(name for name, _ in pairs)
         order = [(name, kind) for name in names for kind in kinds if (name, kind) in counts]
         scale = None if self._scale is None else self._scale.item()
         measured = []
