@@ -131,11 +131,12 @@ def _wait_until_closed(
     """Yield each journal when it is closed, and the rest after too long a time without progress."""
     open_journals = list(statuses)
     while open_journals:
-        for status in [*open_journals]:
+        for status in open_journals:
             status.refresh()
-            if status.is_closed:
-                open_journals.remove(status)
-                yield status
+        closed = [status for status in open_journals if status.is_closed]
+        for status in closed:
+            open_journals.remove(status)
+            yield status
         # One process uploads all of them: the progress of any counts for those that wait.
         idle_seconds = time.monotonic() - max(status.progress_at for status in statuses)
         is_idle = idle_seconds > IDLE_TIMEOUT_SECONDS and not any(map(_is_busy, open_journals))

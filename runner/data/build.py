@@ -5,7 +5,7 @@ before any data are read, so a wrong value is refused here.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -206,13 +206,15 @@ def _shape_problems(meta: Mapping[str, Any], example: Any) -> Iterator[str]:
     if stated is None or not isinstance(example_input, Tensor):
         return
     shape = list(example_input.shape)
-    is_batch = shape[1:] == stated and shape[0] > 1
+    # A Python program may give a tuple.
+    wanted = [*stated] if isinstance(stated, Sequence) else stated
+    is_batch = shape[1:] == wanted and shape[0] > 1
     if is_batch and getattr(target, "shape", ())[:1] == example_input.shape[:1]:
         yield (
             f"data: the train set yields batches of {shape[0]}, not examples. Leave out what makes "
             f"them (.batched(), a DataLoader), and type train.batch_size={shape[0]}."
         )
-    elif shape != stated:
+    elif shape != wanted:
         typed = f"data.meta.input={str(shape).replace(' ', '')}"
         yield f"data.meta.input={stated}, but an example has the shape {shape}. Type {typed}."
 

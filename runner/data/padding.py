@@ -54,11 +54,10 @@ def pad(
         )
         batch = {}
         for name in first:
-            values = []
-            for i, example in enumerate(examples):
-                if name not in example:
-                    raise ConfigError(f"example {i} of the batch lacks the field {name}")
-                values.append(example[name])
+            missing = [i for i, example in enumerate(examples) if name not in example]
+            if missing:
+                raise ConfigError(f"example {missing[0]} of the batch lacks the field {name}")
+            values = [example[name] for example in examples]
             batch[name] = _stacked(name, values, fills.get(name, input_value), multiple_of)
         return batch
     if not isinstance(first, tuple | list) or len(first) < 2:

@@ -313,9 +313,8 @@ class Substitution(Visitor):
         self._given = GivenTensors()
         # A leaf, so that what is put in has a backward.
         self._start = torch.zeros((), requires_grad=True)
-        # Of the calls that run, the innermost last; the first two are the code around the model,
-        # whose caller it is itself.
-        self._running = [_OwnCode()] * 2
+        # The calls that run, the innermost last; the first is the code around the model.
+        self._running = [_OwnCode()]
 
     def begin_call(self, module: str, call: int) -> None:
         """Set the generators as they were before this call in the reference."""
@@ -330,7 +329,8 @@ class Substitution(Visitor):
         expected = reference.values.get(boundary)
         if expected is None:
             return tensor
-        computes, takes = self._running[-2:]
+        takes = self._running[-1]
+        computes = self._running[-2] if len(self._running) > 1 else takes
         if boundary.side == "out":
             computes, takes = takes, computes
         source = self._given.source(tensor)

@@ -166,7 +166,7 @@ def _fitting_lines(watch: MemoryWatch, forecast: "PeakForecast") -> list[str]:
         return []  # a step that fits by the forecast has failed: the forecast is wrong here
     train = watch.run.spec.train
     # Divisors only: train.accumulate then makes up for the rest, and the step stays the same.
-    divisors = _divisors(train.batch_size)
+    divisors = [n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0]
     # The batch sizes that fit, each with the first other overrides that it fits with: a change of
     # the precision or the optimizer is named only where it allows one that those before it do not.
     fitting: dict[int, str] = {}
@@ -193,11 +193,6 @@ def _fitting_lines(watch: MemoryWatch, forecast: "PeakForecast") -> list[str]:
     if _may_checkpoint_activations(watch):
         lines.append(f"  {_CHECKPOINTING} keeps less for the backward")
     return ["Settings that should fit (estimated); type", *lines]
-
-
-def _divisors(size: int) -> list[int]:
-    """Return the numbers that divide a batch size, 1 and itself included, in ascending order."""
-    return [n for n in range(1, size + 1) if size % n == 0]
 
 
 def _may_checkpoint_activations(watch: MemoryWatch) -> bool:
@@ -243,7 +238,7 @@ def memory_remedies(watch: MemoryWatch) -> Iterator[str]:
     size = spec.train.batch_size
     if watch.state and size > 1:
         # The smallest change first: the least divisor, so that the step stays the same.
-        part = _divisors(size)[1]
+        part = next(n for n in range(2, size + 1) if size % n == 0)
         accumulate = f" train.accumulate={spec.train.accumulate * part}" if training else ""
         yield f"train.batch_size={size // part}{accumulate}"
     if _may_checkpoint_activations(watch):
