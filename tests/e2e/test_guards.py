@@ -13,7 +13,7 @@ from runner.core.config.invocation import Invocation
 from runner.data.loader import Loader
 from runner.data.stream_loader import samples_of_step
 from runner.diagnostics import saved_batch
-from runner.modes import training_errors
+from runner.modes import error_rules
 from runner.modes.replay import run_of_batch, state_before_step
 from runner.training.state_dict import checkpoint_state_dict
 
@@ -306,13 +306,13 @@ def test_a_process_that_dies_while_training_is_reported_with_its_samples(faulty,
 
 @forks
 def test_a_death_that_torch_reports_late_is_explained(faulty, monkeypatch):
-    explain = training_errors.precision_advice
+    explain = error_rules.precision_advice
 
     def interrupted(*args):
-        monkeypatch.setattr(training_errors, "precision_advice", explain)
+        monkeypatch.setattr(error_rules, "precision_advice", explain)
         raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. ")
 
-    monkeypatch.setattr(training_errors, "precision_advice", interrupted)
+    monkeypatch.setattr(error_rules, "precision_advice", interrupted)
     done = faulty("model.crash='a bug of my own'", "train.num_workers=1")
     check_ended(done, "DataLoader worker (pid 17) is killed by signal", "train.num_workers=0")
 
