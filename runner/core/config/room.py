@@ -101,7 +101,7 @@ class Room:
         problems: yields what cannot run of a spec, all at once.
         callbacks: yields callbacks of a training, of the run and its state, which may also be given
             hooks of its steps (`state.hooks`).
-        watch: makes what is told of the state of a run, of any mode, and may explain its error.
+        watch: makes the RunWatch of a run of any mode.
         parts: builds the object that a run has of a group of the spec, by the group; of the spec,
             the strategy and the torch device.
         check: raises ConfigError for what would fail later, once the strategy is known.
@@ -127,7 +127,7 @@ class Room:
 
     @classmethod
     def all_commands(cls) -> dict[str, Command]:
-        """Return the commands of all rooms by their names, in the order of these."""
+        """Return the commands of all rooms by their names, sorted by name."""
         commands = {command.name: command for room in cls.installed for command in room.commands}
         return dict(sorted(commands.items()))
 

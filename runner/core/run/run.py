@@ -97,7 +97,7 @@ def _run(
                     "torchrun out."
                 )
             if not context.mode.is_recorded:
-                with context.explained():
+                with context.explain_errors():
                     context.mode.run(context, plan.saved)
                 result = RunResult(
                     precision=context.precision.name,
@@ -171,7 +171,7 @@ def _run_tracked(context: RunContext, plan: PlannedRun) -> RunResult:
     info = _run_info(context, resumed, plan.changes, commit)
     page = RunPage(context.invocation.command_text(), info if resumed else None)
     with _tracked(context, info, page, commit):
-        with context.explained():
+        with context.explain_errors():
             outcome = context.mode.run(context, plan.saved)
         assert outcome is not None  # of a mode that is recorded
         result, report = outcome

@@ -59,7 +59,7 @@ class TrainingSetup:
 
 
 class RunWatch(Protocol):
-    """What a room has told of a run's state, and asked to explain the error that ends it."""
+    """The contract of `Room.watch`: it learns a run's state, and explains its error."""
 
     def begin_steps(self, state: TrainState, batch: Callable[[], Batch] | None = None) -> None:
         """Take note of the state that is about to run its first step.
@@ -90,7 +90,7 @@ class RunContext(RunOutput):
         strategy: how several processes share the work.
         user_callbacks: the user's callbacks, by their names; empty in other processes than the
             main one.
-        watches: of the rooms, which are told of the run's state; none after its mode has run.
+        watches: of the rooms, while the mode runs; the one part that is filled later.
     """
 
     spec: RunSpec
@@ -109,9 +109,9 @@ class RunContext(RunOutput):
             watch.begin_steps(state, batch)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Return a context in which an error is raised as the first watch that knows it explains
-        it."""
+    def explain_errors(self) -> Iterator[None]:
+        """Return a context in which the first watch that knows an error replaces it by its
+        explanation."""
         # They are made before anything can fail: what they import may not be readable then.
         self.watches.extend(room.watch(self) for room in Room.installed if room.watch)
         try:
