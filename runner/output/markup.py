@@ -6,8 +6,9 @@ Texts come from users and from checkpoints of strangers: everything is escaped.
 import html
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +29,8 @@ MIN_TERMINAL_COLUMNS = 3
 _TEXT_LIMITS = (60, 40, 28, 20)
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page inside a notebook."""
+_ORIGIN_PACKAGES = ("torch", "precision-runner")
+"""Packages whose versions the head of a page names."""
 Tone = Literal["", "good", "bad", "quiet"]
 
 
@@ -139,6 +142,45 @@ class Charts:
 
 
 Block = Heading | Text | Items | Commands | Table | Charts
+
+
+@dataclass(frozen=True)
+class Origin:
+    """When, where and from what the numbers of a page were computed.
+
+    Attributes:
+        seconds: Unix time of the end, or None if it is not known.
+        device: its name.
+        run: what the store knows the run by, for example `sweep 3f2a`; empty without a store.
+        note: of the user, tracking.note.
+        versions: see JobSettings.environment; the commit and the versions of packages are shown.
+        commands: as they were typed.
+    """
+
+    seconds: float | None = None
+    device: str = ""
+    run: str = ""
+    note: str = ""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    commands: Sequence[str] = ()
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the first lines of a page."""
+        facts = [self.device, self.run]
+        if self.seconds is not None:
+            facts.insert(0, f"{datetime.fromtimestamp(self.seconds, UTC):%d %B %Y, %H:%M} UTC")
+        commit = self.versions.get("git_commit")
+        if commit:
+            changes = " with changes" if self.versions.get("git_dirty") == "true" else ""
+            facts.append(f"commit {commit[:8]}{changes}")
+        packages = ((name, self.versions.get(name)) for name in _ORIGIN_PACKAGES)
+        facts += [f"{name} {version}" for name, version in packages if version]
+        if any(facts):
+            yield Text(" · ".join(filter(None, facts)), "small")
+        if self.note:
+            yield Text(self.note)
+        if self.commands:
+            yield Commands(self.commands)
 
 
 def to_markdown(title: str, blocks: Sequence[Block]) -> str:

@@ -204,7 +204,15 @@ def process_folder(out: Path, rank: ProcessRank) -> Path:
     return out if rank.is_main else out / "ranks" / str(rank.index)
 
 
-PACKAGES = ("torch", "torchvision", "mlflow", "hydra-core", "omegaconf", "numpy")
+PACKAGES = (
+    "precision-runner",
+    "torch",
+    "torchvision",
+    "mlflow",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+)
 """Packages whose versions can change a run's numbers or its record."""
 
 
