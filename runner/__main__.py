@@ -7,6 +7,7 @@ import atexit
 import sys
 from pathlib import Path
 
+from runner import __version__
 from runner.core import files, stop_signals
 from runner.output.lasting_output import lasting_output
 
@@ -18,12 +19,21 @@ def main() -> int:
     atexit.register(signals.exit_if_finished)
     with lasting_output():
         warn_of_shadow(Path.cwd())
+        print_start()
         # A folder in the working directory may have the name of a library that is imported here.
         with files.imports_without_working_directory():
             from runner.cli.main import main as command
 
         signals.status = command()
     return signals.status
+
+
+def print_start() -> None:
+    """Print a first line on a terminal: what follows imports torch, for seconds without a word."""
+    # Those that answer at once.
+    quick = {"--help", "-h", "--version", "-sc"}
+    if sys.stderr.isatty() and quick.isdisjoint(sys.argv):
+        print(f"precision-runner {__version__} is starting ...", file=sys.stderr)
 
 
 def warn_of_shadow(folder: Path) -> None:

@@ -38,7 +38,7 @@ from runner.output.console import plain_console, without_numbers
 from runner.output.markup import markdown_code, terminal_table
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.other_programs import OtherPrograms
-from runner.sweeps.report.columns import advice_table, sweep_table
+from runner.sweeps.report.columns import advice_table, groups_table
 from runner.sweeps.report.load import (
     JOB_RESULTS_FOLDER,
     is_joined_by_others,
@@ -223,6 +223,8 @@ class Sweep:
             status of a gate; `status` itself after a stop.
         """
         is_stopped = status > 128 or bool(self._early_end)
+        if self._has_begun:
+            print("comparing the jobs ...", flush=True)
         data = load_from_folder(self.folder, is_stopped)
         if status and not (self._has_begun or data.jobs):
             # Refused before its first job: a folder that it made goes with it.
@@ -239,13 +241,14 @@ class Sweep:
             # A search gives up with 2 where no job gave it a number.
             status = 1
         console = plain_console()
-        if data.jobs and not data.request:
-            _print_results(console, data.results)
+        if not data.request:
+            _print_errors(console, data.results)
         if self._early_end:
-            console.print(terminal.sanitize(self._early_end), markup=False, soft_wrap=True)
+            console.print(self._early_end)
         # Before the report: its charts and its upload take seconds.
         if not self.joins_other_sweep:
-            _print_conclusion(console, data)
+            print_answer(console, data)
+            console.print("writing the report ...", style="dim")
         jobs_file = self._store_report(data)
         error = (
             f"{answer.failed} of {len(data.jobs)} jobs did not finish." if answer.failed else None
@@ -255,7 +258,7 @@ class Sweep:
         self.tracker.close("KILLED" if status > 128 else run_status, error)
         of_all = self._add_jobs_of_other_machines(console, data, jobs_file)
         if of_all is not data or self.joins_other_sweep:
-            _print_conclusion(console, of_all)
+            print_answer(console, of_all)
         # A sweep that was refused before its first job would be refused again: no location.
         if data.jobs or status != 2:
             self._print_locations(console, data.results)
@@ -362,10 +365,8 @@ class Sweep:
             console.print(f"{name}: {text}", soft_wrap=True)
 
 
-def _print_results(console: Console, results: Sequence[RunResult]) -> None:
-    """Print a row for each job, then each error with the jobs that failed by it."""
-    console.print()
-    console.print(sweep_table(results, console.width))
+def _print_errors(console: Console, results: Sequence[RunResult]) -> None:
+    """Print each error with the jobs that failed by it."""
     pairs = []
     first_errors: dict[tuple[str, str], str] = {}
     for result in results:
@@ -379,19 +380,24 @@ def _print_results(console: Console, results: Sequence[RunResult]) -> None:
         if error:
             pairs.append((first, result.label if first == error else f"{result.label} alike"))
     for error, labels in fmt.grouped(pairs).items():
-        console.print(f"{join_names(labels)}: {error}", markup=False, soft_wrap=True)
+        console.print(f"{join_names(labels)}: {error}")
 
 
-def _print_conclusion(console: Console, data: SweepData) -> None:
-    """Print what the comparison of the jobs says, or the advice of mode=advise."""
+def print_answer(console: Console, data: SweepData) -> None:
+    """Print a row per precision, the answer, the numbers behind it and what to type next."""
     if not data.jobs:
         return
+    answer = data.answer
     if data.is_stopped:
         console.print("Stopped. Results so far:")
-    if data.advice and not data.gate:
-        console.print(terminal_table(advice_table(data.advice), "which precision?", console.width))
-    answer = data.answer
-    console.print(answer.text, soft_wrap=True)
+    if not data.advice:
+        table = groups_table(data.compared, answer.pick)
+        console.print(terminal_table(table, "", console.width))
+    elif not data.gate:
+        console.print(terminal_table(advice_table(data.advice), "", console.width))
+    console.print(f"\n{answer.sentence}", style="bold")
+    if answer.caveats:
+        console.print(" ".join(answer.caveats))
     # How to resume an unfinished sweep is said below.
     if answer.command and not answer.is_unfinished:
         console.print(f"Next: {answer.command}", soft_wrap=True)

@@ -9,9 +9,11 @@ from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, T
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import (
+    VERDICT_WORDS,
+    capitalised_sentence,
     cast_note,
-    format_interval,
     memory_words,
+    reason_sentence,
     speed_words,
     unasked_sentences,
 )
@@ -19,7 +21,7 @@ from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command
 from runner.sweeps.verdict.answer import Answer
 from runner.sweeps.verdict.gate import GateVerdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
-from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict
+from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict, format_interval
 
 # What the recommended precision would have to be, by advise.objective.
 GAIN_WORDS = {"time": "faster", "memory": "smaller", "quality": "better"}
@@ -51,55 +53,54 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
     baseline = advice.request.baseline
     caveats = _caveats(advice)
     if not pick:
-        text = (
-            f"No advice: {baseline} itself did not train in every trial, and others are judged by "
-            "it."
-        )
+        text = f"No advice: {baseline}, which others are judged by, did not train in every trial."
         return Answer(text, caveats)
+    details: Sequence[str] = ()
     ratings = {verdict.rating for verdict in advice.verdicts if verdict.test}
     if _unclear(advice) and ratings <= {Verdict.UNCLEAR}:
         text = f"Stay with {baseline} for now: nothing could be judged."
     elif pick.group.name == baseline:
-        text = _stay_sentence(advice)
+        text, *details = _stay_sentences(advice)
     else:
         text = _use_sentence(advice, pick)
+        details = _pick_details(pick)
     command = Command("run", pick.command[len(RUNNER_COMMAND) :])
-    return Answer(text, caveats, pick=pick.comparison, command=command)
+    return Answer(text, [*details, *caveats], pick=pick.comparison, command=command)
 
 
 def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
-    """Return the speed, memory and loss of the recommended precision."""
-    gains = [memory_words(pick.comparison)]
+    """Return the gain and the loss of the recommended precision."""
+    gain = memory_words(pick.comparison) or "no costlier"
     if pick.comparison.speed_verdict in ("faster", "slower"):
-        gains.insert(0, speed_words(pick.comparison))
-    gain = " and ".join(filter(None, gains)) or "no costlier"
+        gain = speed_words(pick.comparison)
     test = pick.test
-    if not test:
-        loss = "the baseline"
-    elif test.verdict is Verdict.BETTER:
-        which = "lower" if advice.request.sign > 0 else "higher"
-        loss = f"{which} by {format_interval(-test.value, test.ci_half_width)}"
-    else:
-        loss = f"within the tolerance of {advice.request.baseline}'s"
-    return f"Use {pick.name}: {gain}, and its {advice.request.noun} is {loss}."
+    loss = f"{advice.request.noun} {VERDICT_WORDS[test.verdict]}" if test else "the baseline"
+    return f"Use {pick.name}: {gain}, {loss}."
 
 
-def _stay_sentence(advice: Advice) -> str:
-    """Return why to stay with the baseline."""
+def _pick_details(pick: PrecisionVerdict) -> Sequence[str]:
+    """Return the numbers behind a recommendation, and the memory that it takes."""
+    numbers = f"{pick.name}: {reason_sentence(pick)}."
+    memory = memory_words(pick.comparison)
+    return [numbers, f"It takes {memory}."] if memory else [numbers]
+
+
+def _stay_sentences(advice: Advice) -> list[str]:
+    """Return that the baseline is the one to stay with, then what to do about it."""
     objective = advice.request.objective
     baseline = advice.request.baseline
     rivals = [v for v in advice.verdicts if v.name != baseline and not v.is_emulated]
     if not rivals:
-        return f"Stay with {baseline} on this machine: whatever else was tried is emulated."
+        return [f"Stay with {baseline} on this machine: whatever else was tried is emulated."]
     is_timed = any(verdict.comparison.speed_ratio for verdict in rivals)
     if objective == "time" and not is_timed:
-        return (
-            f"Stay with {baseline} for now: too few trials were long enough to measure a speed. "
+        return [
+            f"Stay with {baseline} for now: no trial was long enough to measure a speed.",
             "Train for longer (train.epochs, advise.steps, advise.budget), or type "
-            "advise.objective=memory."
-        )
+            "advise.objective=memory.",
+        ]
     aim = GAIN_WORDS[objective]
-    return f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."
+    return [f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."]
 
 
 def _caveats(advice: Advice) -> Sequence[str]:
@@ -137,19 +138,20 @@ def _gate_answer(gate: GateVerdict) -> Answer:
     """Return the decision of mode=gate, with what the precision costs if that differs from the
     baseline, and what to type where more seeds or time may decide."""
     request = gate.advice.request
-    sentences = [f"{gate.name} is {gate.decision}: {gate.reason}."]
+    details = [capitalised_sentence(gate.reason)]
     comparison = gate.precision.comparison
     if comparison.speed_verdict in ("faster", "slower"):
-        sentences.append(f"It is {speed_words(comparison)}.")
-    memory = memory_words(comparison, whose="the")
+        details.append(f"It is {speed_words(comparison)}.")
+    memory = memory_words(comparison)
     if memory:
-        sentences.append(f"It takes {memory} of {request.baseline}.")
+        details.append(f"It takes {memory}.")
     if gate.decision == "undecided" and gate.looks:
         if gate.looks[-1].seeds < request.seeds:
-            sentences.append("The budget ended first: a larger advise.budget may decide.")
+            details.append("The budget ended first: a larger advise.budget may decide.")
         else:
-            sentences.append(f"More seeds may decide: type advise.seeds={2 * request.seeds}.")
-    answer = Answer(" ".join(sentences), unasked_sentences(gate.precision.group.jobs))
+            details.append(f"More seeds may decide: type advise.seeds={2 * request.seeds}.")
+    caveats = [*details, *unasked_sentences(gate.precision.group.jobs)]
+    answer = Answer(f"{gate.name} is {gate.decision}.", caveats)
     if gate.decision != "accepted":
         return answer
     command = Command("run", gate.precision.command[len(RUNNER_COMMAND) :])
@@ -162,7 +164,7 @@ def _looks_table(gate: GateVerdict) -> Table:
     bar = Cell(fmt.format_number(request.sign * gate.bar))
     rows = []
     for look in gate.looks:
-        gap = Cell(f"{request.sign * look.gap:+.3g} ± {look.half_width:.2g}")
+        gap = Cell(format_interval(request.sign * look.gap, look.half_width, "+"))
         decision = Cell(look.decision, _GATE_TONES[look.decision])
         rows.append([Cell(str(look.seeds)), gap, bar, decision])
     title = f"{request.noun} minus that of {request.baseline}"

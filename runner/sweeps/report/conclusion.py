@@ -1,24 +1,24 @@
 """State what the jobs of a sweep show on each device, and which words to type next.
 
 Each function writes the answer of one situation (several seeds, one seed, no baseline, ...);
-`_device_answer` chooses among them. In a sweep over precision and something else, precisions are
-compared within each setting: `settings_blocks` has a table of them, and a sentence counts for how
-many settings each verdict holds.
+`_device_conclusion` chooses among them. In a sweep over precision and something else, precisions
+are compared within each setting: `settings_blocks` has a table of them, and the answer counts in
+how many settings each precision is the one to train in.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from runner.core import fmt
-from runner.output.markup import Block, Cell, Heading, Items, Table, Text
+from runner.output.markup import Block, Cell, Heading, Table, Text
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
     capitalised_sentence,
     difference_words,
-    format_interval,
     format_mean_sd,
     format_range,
     format_ratio,
@@ -38,7 +38,14 @@ from runner.sweeps.verdict.compare import (
     qualities_by_seed,
 )
 from runner.sweeps.verdict.ranking import jobs_of
-from runner.sweeps.verdict.statistics import MAX_SEEDS, MIN_SEEDS, Tolerance, Verdict, quality_tests
+from runner.sweeps.verdict.statistics import (
+    MAX_SEEDS,
+    MIN_SEEDS,
+    Tolerance,
+    Verdict,
+    format_interval,
+    quality_tests,
+)
 from runner.tracking.result_table import shared_settings
 from runner.training.callbacks.runner_callbacks import MIN_TIMED_MS
 
@@ -50,10 +57,12 @@ FAILURES = ("diverged", "failed", "stopped", "refused", "unavailable")
 """Outcomes without a result, in the order of the sentence on them."""
 TIMED_STEPS_FACTOR = 4
 """Jobs that were too short should take this multiple of the shortest time that is measured."""
-MAX_SUMMARIES = 3
-"""Precisions in the conclusion; the report's list has all."""
-_NAMED_VERDICTS = (Verdict.BETTER, Verdict.STALLED, Verdict.WORSE, None)
-"""Verdicts, and no verdict, that are rare and matter: the settings are named."""
+MAX_ANSWER_WORDS = 15
+"""Words of an answer; what it rests on follows as a paragraph."""
+MAX_CLAUSES = 2
+"""Precisions or verdicts that an answer counts; the table has all."""
+MAX_PARTS = 12
+"""Settings or devices whose conclusions stand under an answer."""
 _BEST_NOTE = (
     "best: measurably better than every other precision of its column (t tests of the differences "
     "over seeds, at 5 % for all of them together). A column without a mark has no measurable best."
@@ -64,11 +73,12 @@ missing. The name of a precision has keys of its own, such as precision.keep_fp3
 
 
 @dataclass(frozen=True)
-class DeviceAnswer:
-    """What the jobs of one device say, and what to type next.
+class Conclusion:
+    """What jobs say that are compared with each other, and what to type next.
 
     Attributes:
-        text: one or two sentences.
+        text: the answer, in at most MAX_ANSWER_WORDS words.
+        details: sentences with the numbers behind it.
         words: overrides to type: one `precision=` for the training that the answer decides on,
             else what the sweep's own command lacks for an answer.
         aim: what the words are for, where the text does not say so.
@@ -76,22 +86,29 @@ class DeviceAnswer:
     """
 
     text: str
+    details: Sequence[str] = ()
     words: tuple[str, ...] = ()
     aim: str = ""
     pick: Comparison | None = None
 
 
-def device_answers(comparisons: Sequence[Comparison]) -> dict[str, DeviceAnswer]:
-    """Return the answer of each device that has a result, by the device's name.
+def sweep_conclusion(comparisons: Sequence[Comparison]) -> Conclusion:
+    """Return what the jobs of a sweep say, over all devices that have a result.
 
     Args:
         comparisons: see SweepData.compared.
     """
     by_device = fmt.grouped((c.group.device, c) for c in comparisons if c.group.quality)
-    return {device: _device_answer(ended, comparisons) for device, ended in by_device.items()}
+    parts = {
+        f"On {device or 'an unknown device'}": _device_conclusion(ended)
+        for device, ended in by_device.items()
+    }
+    if not parts:
+        return Conclusion(_no_result_sentence(comparisons))
+    return _joint_conclusion(parts, "devices") if len(parts) > 1 else next(iter(parts.values()))
 
 
-def no_result_sentence(comparisons: Sequence[Comparison]) -> str:
+def _no_result_sentence(comparisons: Sequence[Comparison]) -> str:
     """Return that no group has a quality."""
     if not comparisons:
         return "No job wrote a result."
@@ -101,17 +118,19 @@ def no_result_sentence(comparisons: Sequence[Comparison]) -> str:
     return "No job finished with a finite result."
 
 
-def two_sweeps_sentence(comparisons: Sequence[Comparison]) -> str:
+def two_sweeps_conclusion(comparisons: Sequence[Comparison]) -> Conclusion:
     """Return the verdicts on each group of two sweeps against 32-true of the first one."""
-    clauses = []
-    for comparison in comparisons:
-        if not comparison.baseline or comparison.is_baseline:
-            continue
-        words = [verdict_word(comparison), speed_word(comparison)]
-        clauses.append(f"{comparison.group.name}: {', '.join(filter(None, words)) or 'no result'}")
-    if clauses:
-        return f"Against {BASELINE} of A: {'; '.join(clauses)}."
-    return f"Nothing is compared: A has no {BASELINE} job with the settings of another one."
+    others = [each for each in comparisons if each.baseline and not each.is_baseline]
+    if not others:
+        reason = f"A has no {BASELINE} job with the settings of another one"
+        return Conclusion(f"Nothing is compared: {reason}.")
+    details = []
+    for other in others:
+        words = filter(None, [verdict_word(other), speed_word(other)])
+        details.append(f"{other.group.name}: {', '.join(words) or 'no result'}.")
+    counts = Counter(verdict_word(other) or "without a result" for other in others)
+    verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common(MAX_CLAUSES))
+    return Conclusion(f"Against {BASELINE} of A: {verdicts}.", details)
 
 
 def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
@@ -137,45 +156,82 @@ def frozen_sentence(comparisons: Sequence[Comparison]) -> str:
     return f"{start}: {names}." if frozen else ""
 
 
-def _device_answer(ended: Sequence[Comparison], every: Sequence[Comparison]) -> DeviceAnswer:
-    """Return the answer of the groups of one device that ended with a quality.
+def _joint_conclusion(parts: Mapping[str, Conclusion], kind: str) -> Conclusion:
+    """Return in how many settings, or on how many devices, each precision is the one to train in.
 
     Args:
-        ended: those groups.
-        every: all groups of the sweep.
+        parts: the conclusion of each, by the setting or the device.
+        kind: what they are, in the plural.
     """
+    details = [f"{name}: {part.text}" for name, part in [*parts.items()][:MAX_PARTS]]
+    if len(parts) > MAX_PARTS:
+        details.append(f"{len(parts) - MAX_PARTS} more {kind} are in the table.")
+    picks = Counter(part.pick.group.precision for part in parts.values() if part.pick)
+    clauses = [f"in {name} in {count}" for name, count in picks.most_common(MAX_CLAUSES)]
+    undecided = {part.words: part.aim for part in parts.values() if not part.pick}
+    # Settings that lack the same get it by one command.
+    (words, aim), *other_words = [*undecided.items()] or [((), "")]
+    if other_words:
+        words, aim = (), ""
+    if not clauses:
+        return Conclusion(f"None of {len(parts)} {kind} is decided yet.", details, words, aim)
+    clauses[0] += f" of {len(parts)} {kind}"
+    text = f"Train {', '.join(clauses)}."
+    return Conclusion(text, details, words, aim)
+
+
+def _device_conclusion(ended: Sequence[Comparison]) -> Conclusion:
+    """Return what the groups of one device say that ended with a quality."""
     # From the situation that says least to the one that says most: each test may assume that the
     # situations before it are excluded.
     groups = [comparison.group for comparison in ended]
     if any(group.is_evaluation for group in groups):
-        return DeviceAnswer(_evaluation_sentence(groups))
+        return _evaluation_conclusion(groups)
     if len(ended) == 1 and (ended[0].is_baseline or not ended[0].baseline):
-        return _only_answer(ended[0])
-    if len({group.settings for group in groups}) > 1:
-        return DeviceAnswer(settings_sentence(ended, every))
+        return _only_conclusion(ended[0])
+    by_setting = fmt.grouped((" ".join(shared_settings(c.group.settings)), c) for c in ended)
+    if len(by_setting) > 1:
+        return _settings_conclusion(by_setting)
     if not any(comparison.is_baseline for comparison in ended):
-        return DeviceAnswer(_no_baseline_sentence(ended))
+        return _no_baseline_conclusion(ended)
     others = [other for other in ended if not other.is_baseline and not other.trains_less]
     if not others:
-        return DeviceAnswer(f"Stay with {BASELINE}: no other precision trains the same weights.")
+        return Conclusion(f"Stay with {BASELINE}: no other precision trains the same weights.")
     if not any(comparison.speed_ratio for comparison in others):
-        return _untimed_answer(others)
+        return _untimed_conclusion(others)
     if any(comparison.is_judged for comparison in ended):
-        return _judged_answer(ended, others)
-    return _unjudged_answer(others)
+        return _judged_conclusion(ended, others)
+    return _unjudged_conclusion(others)
 
 
-def _only_answer(comparison: Comparison) -> DeviceAnswer:
+def _settings_conclusion(by_setting: Mapping[str, Sequence[Comparison]]) -> Conclusion:
+    """Return in how many settings each precision wins, and the best group of all."""
+    parts = {}
+    for setting, ended in by_setting.items():
+        # What has no other precision beside it is in the sentence on the best group alone.
+        if any(comparison.baseline and not comparison.is_baseline for comparison in ended):
+            parts[setting] = _device_conclusion(ended)
+    groups = [comparison.group for ended in by_setting.values() for comparison in ended]
+    if has_several_models(groups):
+        best = ["Different models or data: their qualities are not compared."]
+    else:
+        best = _best_sentences(groups)
+    if not parts:
+        return Conclusion(best[0], best[1:])
+    joint = _joint_conclusion(parts, "settings")
+    return replace(joint, details=[*joint.details, *best])
+
+
+def _only_conclusion(comparison: Comparison) -> Conclusion:
     """Return the result of the only group with one, and what to type to compare it."""
     name = comparison.group.name
     facts = _group_facts(comparison.group)
     if comparison.is_baseline:
-        return DeviceAnswer(
-            f"Stay with {BASELINE}: no other precision finished. It reached {facts}."
-        )
+        text = f"Stay with {BASELINE}: no other precision finished."
+        return Conclusion(text, [f"It reached {facts}."])
     other = "bf16-mixed" if name == BASELINE else name
     words = (f"precision={BASELINE},{other}",)
-    return DeviceAnswer(f"{name} finished: {facts}.", words, "to compare")
+    return Conclusion(f"{name} finished: {facts}.", (), words, "to compare")
 
 
 def _more_seeds(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
@@ -185,7 +241,7 @@ def _more_seeds(comparisons: Sequence[Comparison], count: int) -> tuple[str]:
     return (f"seed={','.join(map(str, [*seeds, *unused[:count]]))}",)
 
 
-def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
+def _untimed_conclusion(others: Sequence[Comparison]) -> Conclusion:
     """Compare quality alone: some jobs were too short for their speed to mean much."""
     parts = []
     words: tuple[str, ...] = ()
@@ -205,16 +261,16 @@ def _untimed_answer(others: Sequence[Comparison]) -> DeviceAnswer:
         mean = fmt.format_number(other.group.quality.mean)
         parts.append(f"{other.group.name} {mean} ({numbers})")
     quality = others[0].group.metric
-    against = f" {quality} against {BASELINE}: {join_names(parts)}." if parts else ""
+    details = [f"{quality} against {BASELINE}: {join_names(parts)}."] if parts else []
     jobs = jobs_of(others)
     if all(job.kernels == "emulated" for job in jobs):
-        text = f"Emulated: the hardware itself is needed to measure the speed.{against}"
-        return DeviceAnswer(text, words, aim)
+        text = "Emulated: the hardware itself is needed to measure the speed."
+        return Conclusion(text, details, words, aim)
     timed_ms = min((job.steps * job.step_ms for job in jobs if job.step_ms), default=MIN_TIMED_MS)
     factor = math.ceil(TIMED_STEPS_FACTOR * MIN_TIMED_MS / timed_ms) if timed_ms else 1
     steps = max(job.steps for job in jobs) * max(factor, 2)
-    text = f"Too short for a comparison of speed; train for more steps.{against}"
-    return DeviceAnswer(text, (f"train.max_steps={steps}", *words), aim)
+    text = "Too short for a comparison of speed; train for more steps."
+    return Conclusion(text, details, (f"train.max_steps={steps}", *words), aim)
 
 
 def _group_facts(group: Group) -> str:
@@ -227,18 +283,21 @@ def _group_facts(group: Group) -> str:
     return facts
 
 
-def _evaluation_sentence(groups: Sequence[Group]) -> str:
-    """Return a sentence for each checkpoint and other setting, or the best group if many."""
+def _evaluation_conclusion(groups: Sequence[Group]) -> Conclusion:
+    """Return how other precisions change each evaluated checkpoint, or the best group if many."""
     evaluated = [group for group in groups if group.change]
     by_checkpoint = fmt.grouped((shared_settings(group.settings), group) for group in evaluated)
     if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
         best = best_group(groups)
-        return f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
-    return " ".join(map(_checkpoint_sentence, by_checkpoint.values()))
+        return Conclusion(
+            f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
+        )
+    details = [sentence for each in by_checkpoint.values() for sentence in _changes(each)]
+    return Conclusion(details[0], details[1:])
 
 
-def _checkpoint_sentence(groups: Sequence[Group]) -> str:
-    """Return how evaluating one checkpoint in other precisions changes its quality."""
+def _changes(groups: Sequence[Group]) -> Iterator[str]:
+    """Yield how evaluating one checkpoint in other precisions changes its quality."""
     first = groups[0]
     jobs = [job for group in groups for job in group.jobs]
     trained_in = next((job.trained_in for job in jobs if job.trained_in), BASELINE)
@@ -247,50 +306,52 @@ def _checkpoint_sentence(groups: Sequence[Group]) -> str:
     lightest = min(others, key=lambda g: g.weights_mib.mean if g.weights_mib else math.inf)
     nearest = min(others, key=lambda g: abs(g.change.mean) if g.change else math.inf)
     # One group can be both: it is named once.
-    changes = dict.fromkeys([_change_words(lightest), _change_words(nearest)])
+    yield from dict.fromkeys([_change_sentence(lightest), _change_sentence(nearest)])
     assert first.quality
     assert first.change
     before = fmt.format_number(first.quality.mean - first.change.mean)
-    return f"{first.metric} was {before} as trained in {trained_in}: {'; '.join(changes)}."
+    yield f"{first.metric} was {before} as trained in {trained_in}."
 
 
-def _change_words(group: Group) -> str:
+def _change_sentence(group: Group) -> str:
     assert group.change
     weights = ""
     if group.weights_mib:
-        weights = f" ({fmt.format_number(group.weights_mib.mean)} MiB of weights)"
-    return f"{group.name}{weights} changes it by {group.change.mean:+.3g}"
+        weights = f", with {fmt.format_number(group.weights_mib.mean)} MiB of weights"
+    return f"{group.name} changes {group.metric} by {group.change.mean:+.3g}{weights}."
 
 
-def _no_baseline_sentence(ended: Sequence[Comparison]) -> str:
+def _no_baseline_conclusion(ended: Sequence[Comparison]) -> Conclusion:
     reason = NO_BASELINE_REASON
     if any(comparison.baseline for comparison in ended):
         reason = f"{BASELINE} reached no finite result to compare with"
-    sentence = capitalised_sentence(reason)
+    text = capitalised_sentence(reason)
     groups = [comparison.group for comparison in ended]
     fastest = max(groups, key=lambda group: group.speed.mean if group.speed else 0.0)
     if not fastest.speed:
-        return sentence
-    return f"{sentence} Fastest: {fastest.name}: {_group_facts(fastest)}."
+        return Conclusion(text)
+    return Conclusion(text, [f"Fastest: {fastest.name}: {_group_facts(fastest)}."])
 
 
-def _unjudged_answer(others: Sequence[Comparison]) -> DeviceAnswer:
+def _unjudged_conclusion(others: Sequence[Comparison]) -> Conclusion:
     """Compare speed and memory, which one seed measures; quality needs more."""
     timed = [other for other in others if other.speed_ratio and other.group.is_complete]
     if not timed:
-        return DeviceAnswer(f"Stay with {BASELINE}: no other precision finished.")
+        return Conclusion(f"Stay with {BASELINE}: no other precision finished.")
     fastest = _fastest(timed)
-    if fastest.speed_verdict == "faster" and fastest.has_stalled:
-        return _open_answer(fastest, others)
-    least = _least_memory_words(timed, fastest)
+    is_faster = fastest.speed_verdict == "faster"
+    if is_faster and fastest.has_stalled:
+        return _open_conclusion(fastest, others)
+    text = f"Stay with {BASELINE}: nothing {_gain(fastest)} faster."
+    if is_faster:
+        text = f"Try {fastest.group.name} with more seeds: {speed_words(fastest)}."
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
-    costs = _cost_words(fastest, f"Try {fastest.group.name} with more seeds", "nothing")
-    quality = f"{fastest.group.metric} differs{gap}"
+    open_question = f"Whether {fastest.group.metric} differs{gap} takes more seeds to judge."
     words = _more_seeds(others, MIN_SEEDS - 1)
-    return DeviceAnswer(f"{costs}{least}. Whether {quality} takes more seeds to judge.", words)
+    return Conclusion(text, [*_cost_sentences(fastest, timed), open_question], words)
 
 
-def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) -> DeviceAnswer:
+def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]) -> Conclusion:
     """Decide where several seeds on both sides judge quality.
 
     Recommended is the fastest group that is measurably faster and shown to be as good. Where a
@@ -306,100 +367,91 @@ def _judged_answer(ended: Sequence[Comparison], others: Sequence[Comparison]) ->
         for other in complete:
             if other.difference and other.is_worse:
                 worse.append(f"{other.group.name} is {difference_words(other.difference)[0]}")
-        reason = f"in {quality} {join_names(worse)}" if worse else "no other one finished in full"
-        return DeviceAnswer(f"Stay with {BASELINE}: {reason}.", stay, pick=baseline)
+        reason = f"the others are worse in {quality}" if worse else "no other one finished in full"
+        details = [f"{join_names(worse)}."] if worse else []
+        return Conclusion(f"Stay with {BASELINE}: {reason}.", details, stay, pick=baseline)
     faster = [other for other in timed if other.speed_verdict == "faster"]
     as_good = (Verdict.BETTER, Verdict.INDISTINGUISHABLE)
     fit = [other for other in faster if other.has_learned and other.verdict in as_good]
     if faster and not fit:
-        return _open_answer(_fastest(faster), ended)
+        return _open_conclusion(_fastest(faster), ended)
     pick = _fastest(fit or timed)
     assert pick.difference
     verdict, numbers = difference_words(pick.difference)
     evidence = ", ".join(filter(None, [numbers, f"{pick.difference.n} seeds"]))
-    costs = _cost_words(pick, f"Train in {pick.group.name}", "nothing as good")
-    least = _least_memory_words(timed, pick)
-    words = (f"precision={pick.group.precision}",) if fit else stay
-    text = f"{costs}; {quality}: {verdict} ({evidence}){least}."
+    details = [
+        f"{pick.group.name}: {quality} {verdict} ({evidence}).",
+        *_cost_sentences(pick, timed),
+    ]
+    if fit:
+        text = f"Train in {pick.group.name}: {speed_words(pick)}, {quality} {verdict}."
+        return Conclusion(text, details, (f"precision={pick.group.precision}",), pick=pick)
+    text = f"Stay with {BASELINE}: nothing as good {_gain(pick)} faster."
     ratio = pick.speed_ratio
     is_unclear = pick.speed_verdict == "unclear" and not pick.was_busy
     if ratio and is_unclear and ratio.value > 1 + MIN_GAIN_SEEDS:
-        return DeviceAnswer(text, _more_seeds(ended, ratio.n), "to measure the speed")
-    return DeviceAnswer(text, words, pick=pick if fit else baseline)
+        return Conclusion(text, details, _more_seeds(ended, ratio.n), "to measure the speed")
+    return Conclusion(text, details, stay, pick=baseline)
 
 
-def _open_answer(rival: Comparison, ended: Sequence[Comparison]) -> DeviceAnswer:
+def _open_conclusion(rival: Comparison, ended: Sequence[Comparison]) -> Conclusion:
     """Say why the fastest group is not recommended yet, and what would decide."""
     group = rival.group
-    gains = ", ".join(filter(None, [speed_words(rival), memory_words(rival, "with ")]))
-    start = f"Stay with {BASELINE} for now: {group.name} is {gains}, but"
+    speed = f"{format_ratio(rival.speed_ratio)} × as fast"
+    start = f"Stay with {BASELINE} for now: {group.name}, {speed},"
+    costs = _cost_sentences(rival, [rival])
     if not rival.has_learned:
-        return DeviceAnswer(f"{start} where nothing is learned nothing can be judged.")
+        details = ["Where nothing is learned nothing can be judged.", *costs]
+        return Conclusion(f"{start} has learned nothing.", details)
     if rival.has_stalled:
         words = (f"precision={BASELINE},{group.precision}", "precision.update=kahan")
         share = fmt.format_percent(group.stagnant_share)
-        text = f"{start} the last step moved none of {share} of its weights."
-        return DeviceAnswer(text, words, "to keep such updates")
+        details = [f"The last step moved none of {share} of its weights.", *costs]
+        return Conclusion(f"{start} loses its updates.", details, words, "to keep such updates")
     difference = rival.difference
     assert difference
     quality = group.metric
+    text = f"{start} may be worse."
+    if math.isnan(difference.margin):
+        known = f"The seeds of {BASELINE} do not differ, so that no tolerance is known."
+        words = ("advise.max_gap=0.01",)
+        return Conclusion(text, [known, *costs], words, "to accept a difference of 0.01")
     worst = rival.loss_gap + difference.ci_half_width
     numbers = f"{format_interval(difference.value, difference.ci_half_width, '+')}, "
-    if math.isnan(difference.margin):
-        words = ("advise.max_gap=0.01",)
-        text = f"{start} the seeds of {BASELINE} do not differ, so that no tolerance is known."
-        return DeviceAnswer(text, words, "to accept a difference of 0.01")
-    text = (
-        f"{start} its {quality} may be {worst:.2g} worse ({numbers}{difference.n} seeds, tolerated "
-        f"{difference.margin:.2g})."
-    )
+    evidence = f"{numbers}{difference.n} seeds, tolerated {difference.margin:.2g}"
+    details = [f"Its {quality} may be {worst:.2g} worse ({evidence})."]
     if difference.verdict is Verdict.UNJUDGED:
-        text = f"{start} one seed does not show whether its {quality} differs."
+        details = [f"One seed does not show whether its {quality} differs."]
     count = difference.seeds_needed
     if count is None:
-        return DeviceAnswer(
-            f"{text} At this difference {MAX_SEEDS} seeds would not show that it is not."
-        )
+        details.append(f"At this difference {MAX_SEEDS} seeds would not show that it is not.")
+        return Conclusion(text, [*details, *costs])
     seconds = sum(fmean(job.seconds for job in other.group.jobs) for other in ended)
     added = fmt.format_duration(seconds * (count - difference.n))
-    text = f"{text} About {count} seeds would decide, {added} more."
-    return DeviceAnswer(text, _more_seeds(ended, count - difference.n))
+    details.append(f"About {count} seeds would decide, {added} more.")
+    return Conclusion(text, [*details, *costs], _more_seeds(ended, count - difference.n))
 
 
-def _cost_words(comparison: Comparison, lead: str, nothing: str) -> str:
-    """Return the fastest group's speed and memory, after what to do.
+def _gain(fastest: Comparison) -> str:
+    """Return the verb of a sentence that nothing was faster than the baseline."""
+    return "was measurably" if fastest.speed_verdict == "unclear" else "trained"
 
-    Args:
-        comparison: the fastest group.
-        lead: what to do where it is faster.
-        nothing: what did not train faster, where it is not.
-    """
-    interval = format_range(comparison.speed_ratio)
-    gain = "trained"
-    speed = speed_words(comparison)
-    if comparison.speed_verdict == "unclear":
-        gain = "was measurably"
-        between = interval and f" (95 % interval {interval})"
-        speed = f"{format_ratio(comparison.speed_ratio)} × as fast{between}"
-    elif comparison.speed_verdict == "even":
+
+def _cost_sentences(named: Comparison, others: Sequence[Comparison]) -> Iterator[str]:
+    """Yield a group's speed and memory, and the group with the least memory of all."""
+    interval = format_range(named.speed_ratio)
+    speed = f"{speed_words(named)}{interval and f' (95 % interval {interval})'}"
+    if named.speed_verdict == "even":
         speed = f"about as fast as {BASELINE}{interval and f' ({interval} ×)'}"
-    text = f"Stay with {BASELINE}: {nothing} {gain} faster. {comparison.group.name} is {speed}"
-    if comparison.speed_verdict == "faster":
-        text = f"{lead}: {speed}"
-    return ", ".join(filter(None, [text, memory_words(comparison, "with ")]))
-
-
-def _least_memory_words(others: Sequence[Comparison], named: Comparison) -> str:
-    """Return the group with the least memory, empty if it is the named one or hardly less."""
+    yield f"{named.group.name} is {speed}{memory_words(named, ', with ')}."
 
     def memory(comparison: Comparison) -> float:
         return 1.0 if comparison.memory_ratio is None else comparison.memory_ratio
 
     least = min(others, key=memory)
     # Neither the named group nor 32-true may need about as little.
-    if memory(least) > MAX_WORTHWHILE_MEMORY_SHARE * min(memory(named), 1.0):
-        return ""
-    return f"; least memory: {least.group.name} {memory_words(least, 'with ')}"
+    if memory(least) <= MAX_WORTHWHILE_MEMORY_SHARE * min(memory(named), 1.0):
+        yield f"Least memory: {least.group.name} with {memory_words(least)}."
 
 
 def _fastest(comparisons: Sequence[Comparison]) -> Comparison:
@@ -407,7 +459,7 @@ def _fastest(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
-    """Yield a table of precisions × settings for each device, and a summary for each precision.
+    """Yield a table of precisions × settings for each device.
 
     A setting is what a sweep varies beside precision and seed, for example a learning rate or a
     model. Nothing is yielded for a sweep that does not compare precisions in several settings.
@@ -430,9 +482,6 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
             cells = [_quality_cell(column.get(row), best) for column in grid.values()]
             rows.append([Cell(row), *cells])
         yield Table(["precision", *grid], rows)
-        summaries = [*_summaries(grid)]
-        if summaries:
-            yield Items(summaries)
         if any(best):
             yield Text(_BEST_NOTE, "small")
     if has_several_models([comparison.group for comparison in compared]):
@@ -486,73 +535,22 @@ def _measured_best(column: Sequence[Comparison]) -> Comparison | None:
     return None
 
 
-def _summaries(grid: Grid) -> Iterator[tuple[str, str]]:
-    """Yield (precision, for how many settings each verdict against 32-true holds)."""
-    for name in _precisions(grid):
-        row = {}
-        for setting, column in grid.items():
-            comparison = column.get(name)
-            if comparison and comparison.baseline and not comparison.is_baseline:
-                row[setting] = comparison
-        if len(row) > 1:
-            verdicts = _counts(row, verdict_word, _NAMED_VERDICTS)
-            yield name, ", ".join([*verdicts, *_counts(row, speed_word)])
-
-
-def _counts(
-    row: Mapping[str, Comparison],
-    word_of: Callable[[Comparison], str],
-    named: Sequence[Verdict | None] = (),
-) -> Iterator[str]:
-    """Yield each word with the number of settings that it holds for, the most frequent first."""
-    settings_by_word = fmt.grouped((word_of(each), setting) for setting, each in row.items())
-    settings_by_word.pop("", None)
-    for word, settings in sorted(settings_by_word.items(), key=lambda item: -len(item[1])):
-        text = f"{word} in {len(settings)} of {len(row)} settings"
-        if row[settings[0]].verdict in named and len(settings) < len(row):
-            text += f" ({join_names(settings)})"
-        yield text
-
-
-def settings_sentence(ended: Sequence[Comparison], every: Sequence[Comparison]) -> str:
-    """Return the best group, and how precisions compare with 32-true in each setting.
-
-    Args:
-        ended: the comparisons of one device whose groups have a quality.
-        every: all comparisons of the sweep.
-    """
-    groups = [comparison.group for comparison in ended]
-    sentences: list[str] = []
-    if not has_several_models(groups):
-        sentences.append(_best_sentence(groups))
-    grid = _grid(every, groups[0].device)
-    summaries = [f"{name}: {text}" for name, text in _summaries(grid)]
-    if summaries:
-        more = len(summaries) - MAX_SUMMARIES
-        rest = [f"{more} more precisions: see the report"] if more > 0 else []
-        shown = "; ".join([*summaries[:MAX_SUMMARIES], *rest])
-        sentences.append(f"Against {BASELINE} in each setting: {shown}.")
-    if not sentences:
-        sentences.append("Different models or data: their qualities are not compared.")
-    return " ".join(sentences)
-
-
 def best_group(groups: Sequence[Group]) -> Group:
     """Return the group with the best mean quality; every group must have one."""
     pick = max if groups[0].direction == "max" else min
     return pick(groups, key=lambda group: group.quality.mean if group.quality else math.nan)
 
 
-def _best_sentence(groups: Sequence[Group]) -> str:
-    """Return the best group, and the best group of each other precision."""
+def _best_sentences(groups: Sequence[Group]) -> list[str]:
+    """Return the group with the best mean, then the best group of each other precision."""
     best = best_group(groups)
-    sentence = f"Best {best.metric}: {best.name} with {format_mean_sd(best.quality)}"
+    sentences = [f"Best mean {best.metric}: {best.name} with {format_mean_sd(best.quality)}."]
     rest = [group for group in groups if group.precision != best.precision]
     by_precision = fmt.grouped((group.precision, group) for group in rest)
     others = [best_group(of_precision) for of_precision in by_precision.values()]
     if others:
         names = join_names(f"{group.name} with {format_mean_sd(group.quality)}" for group in others)
-        sentence += f"; best of the other precisions: {names}"
+        sentences.append(f"Best of the other precisions: {names}.")
     if all(len(group.jobs) == 1 for group in groups):
-        sentence += "; one seed each: not judged"
-    return f"{sentence}."
+        sentences.append("One seed each: which is best is not judged.")
+    return sentences

@@ -18,12 +18,11 @@ from runner.core import ConfigError, RunResult, files, fmt, layout, run_result, 
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.advice_page import advice_answer
 from runner.sweeps.report.conclusion import (
-    DeviceAnswer,
-    device_answers,
+    Conclusion,
     failure_sentence,
     frozen_sentence,
-    no_result_sentence,
-    two_sweeps_sentence,
+    sweep_conclusion,
+    two_sweeps_conclusion,
 )
 from runner.sweeps.report.wording import (
     join_names,
@@ -201,29 +200,22 @@ class SweepData:
             command = resume_command(self.folder) if self.folder else None
             return Answer(text, caveats, noted, command=command, is_unfinished=True)
         if any(result.sweep for result in self.results):
-            return Answer(two_sweeps_sentence(compared), caveats, noted)
-        by_device = device_answers(compared)
-        sentences = []
-        for device, each in by_device.items():
-            place = f"On {device or 'an unknown device'}: " if len(by_device) > 1 else ""
-            sentences.append(f"{place}{self._sentence(each)}")
-        text = " ".join(sentences) or no_result_sentence(compared)
-        if len(by_device) != 1:
-            return Answer(text, caveats, noted)
-        (only,) = by_device.values()
-        return Answer(text, caveats, noted, only.pick, self._next_command(only))
+            found = two_sweeps_conclusion(compared)
+        else:
+            found = sweep_conclusion(compared)
+        caveats = [*found.details, *filter(None, [self._typed_sentence(found)]), *caveats]
+        return Answer(found.text, caveats, noted, found.pick, self._next_command(found))
 
-    def _sentence(self, answer: DeviceAnswer) -> str:
-        """Return an answer with what to type; without it for trainings by another trainer."""
-        if not answer.words or not any(result.overrides for result in self.results):
-            return answer.text
-        words = answer.words
+    def _typed_sentence(self, found: Conclusion) -> str:
+        """Return what to type next; empty for trainings by another trainer."""
+        words = found.words
+        if not words or not any(result.overrides for result in self.results):
+            return ""
         if self._can_resume_with(words):
             words = resume_command(self.folder, *words).words
-        command = terminal.quote_command(words)
-        return f"{answer.text} Type {' '.join(filter(None, [command, answer.aim]))}."
+        return f"Type {' '.join(filter(None, [terminal.quote_command(words), found.aim]))}."
 
-    def _next_command(self, answer: DeviceAnswer) -> Command | None:
+    def _next_command(self, answer: Conclusion) -> Command | None:
         """Return the sweep's own command with the words that an answer asks for."""
         typed = answer.words
         if self._can_resume_with(typed):

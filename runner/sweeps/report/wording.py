@@ -8,7 +8,14 @@ from runner.output.markup import Tone
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import PrecisionVerdict
-from runner.sweeps.verdict.statistics import MIN_SEEDS, Difference, Ratio, Spread, Verdict
+from runner.sweeps.verdict.statistics import (
+    MIN_SEEDS,
+    Difference,
+    Ratio,
+    Spread,
+    Verdict,
+    format_interval,
+)
 
 VERDICT_WORDS = {
     Verdict.BETTER: "better",
@@ -42,10 +49,8 @@ MIN_STAGNANT_SHARE = 0.01
 """Share of the weights that did not move, from which the table mentions it."""
 MAX_LISTED_NAMES = 3
 """Names in a sentence; the rest are counted."""
-MAX_DECIMALS = 8
-"""Smaller errors are written with an exponent."""
-LARGEST_ERROR = 1e300
-"""Keeps the logarithm of an infinite error finite."""
+MAX_RANGE = 100
+"""Upper over lower end of an interval of ratios, above which it says nothing."""
 
 
 def format_mean_sd(spread: Spread | None) -> str:
@@ -57,32 +62,14 @@ def format_mean_sd(spread: Spread | None) -> str:
     return f"{fmt.format_number(spread.mean)}{' ± 0' if spread.n > 1 else ''}"
 
 
-def format_interval(value: float, error: float, sign: str = "") -> str:
-    """Return value ± error, both with the decimals that show two digits of the error.
-
-    Args:
-        value: the middle of the interval.
-        error: half of its width.
-        sign: "+" writes the sign of a positive value, too.
-    """
-    places = 4
-    if error > 0:
-        places = 1 - math.floor(math.log10(min(error, LARGEST_ERROR)))
-    if not -3 < places <= MAX_DECIMALS:
-        return f"{value:{sign}.3g} ± {error:.2g}"
-    places = max(0, places)
-    # A sum with 0.0, for -0.0 has a sign.
-    return f"{round(value, places) + 0.0:{sign}.{places}f} ± {error:.{places}f}"
-
-
 def format_ratio(ratio: Ratio | None) -> str:
     """Return a ratio of speeds with two decimals, empty without one."""
     return f"{ratio.value:.2f}" if ratio else ""
 
 
 def format_range(ratio: Ratio | None) -> str:
-    """Return a ratio's interval over seeds, empty with one seed."""
-    if not ratio or ratio.low == ratio.high:
+    """Return a ratio's interval over seeds; empty with one seed, and where it says nothing."""
+    if not ratio or ratio.low == ratio.high or ratio.high > MAX_RANGE * ratio.low:
         return ""
     return f"{ratio.low:.2f} to {ratio.high:.2f}"
 
@@ -139,13 +126,17 @@ def speed_words(comparison: Comparison) -> str:
     return f"{format_ratio(comparison.speed_ratio)} × as fast as {baseline}"
 
 
-def memory_words(comparison: Comparison, lead: str = "", whose: str = "its") -> str:
-    """Return a group's memory, for example `0.60 × its peak memory`; empty if it is the same."""
+def memory_words(comparison: Comparison, lead: str = "") -> str:
+    """Return a group's memory, for example `0.60 × 32-true's peak memory`; empty if it is the
+    same."""
     # Compared as printed: "1.00 × its memory" would read as a difference.
     ratio = "" if comparison.memory_ratio is None else f"{comparison.memory_ratio:.2f}"
+    if ratio in ("", "1.00"):
+        return ""
     # See RunResult.memory_mib.
     memory = "weights and optimizer state" if comparison.group.is_on_cpu else "peak memory"
-    return "" if ratio in ("", "1.00") else f"{lead}{ratio} × {whose} {memory}"
+    baseline = comparison.baseline.precision if comparison.baseline else BASELINE
+    return f"{lead}{ratio} × {baseline}'s {memory}"
 
 
 def speed_word(comparison: Comparison) -> str:

@@ -29,8 +29,9 @@ class Answer:
     """What a sweep says.
 
     Attributes:
-        sentence: which precision to train in, or what prevents an answer.
-        caveats: reservations as sentences, in the order in which they are shown.
+        sentence: which precision to train in, or what prevents an answer; short.
+        caveats: the numbers behind it and reservations, as sentences in the order in which they
+            are shown.
         noted: those of them that the note of MLflow's parent run shows, too.
         pick: the group to train in, the baseline's where the answer is to stay; None where the
             sweep cannot tell.

@@ -17,7 +17,13 @@ from typing import Any, Literal
 from runner.core import fmt
 from runner.sweeps.verdict.advise_request import TIMEOUT_WORDS
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict
-from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, MeanDifference, Verdict
+from runner.sweeps.verdict.statistics import (
+    ERROR_RATE,
+    MIN_SEEDS,
+    MeanDifference,
+    Verdict,
+    format_interval,
+)
 
 Decision = Literal["accepted", "rejected", "undecided"]
 SIMULATED_SEQUENCES = 100_000
@@ -230,7 +236,7 @@ def _decide(
     if precision.rating is Verdict.STALLED and last.decision == "accepted":
         share = fmt.format_percent(precision.group.stagnant_share)
         return "undecided", f"the last step moved none of {share} of its weights"
-    gap = f"{request.sign * last.gap:+.3g} ± {last.half_width:.2g}"
+    gap = format_interval(request.sign * last.gap, last.half_width, "+")
     where = {"accepted": "within", "rejected": "beyond", "undecided": "neither side of"}
     accepted = fmt.format_number(request.sign * (sure_bar if last.decision == "accepted" else bar))
     reason = (

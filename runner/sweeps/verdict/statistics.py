@@ -50,6 +50,12 @@ class Verdict(StrEnum):
     UNAVAILABLE = "unavailable"
 
 
+MAX_DECIMALS = 8
+"""Smaller errors are written with an exponent."""
+LARGEST_ERROR = 1e300
+"""Keeps the logarithm of an infinite error finite."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """Mean, sample standard deviation (divisor n-1; None for one value), count and range."""
@@ -441,3 +447,21 @@ def _welch_error(values: Sequence[float], others: Sequence[float]) -> tuple[floa
     share_a = (error_a / error) ** 2
     share_b = (error_b / error) ** 2
     return error, 1 / (share_a**2 / (len(values) - 1) + share_b**2 / (len(others) - 1))
+
+
+def format_interval(value: float, error: float, sign: str = "") -> str:
+    """Return value ± error, both with the decimals that show two digits of the error.
+
+    Args:
+        value: the middle of the interval.
+        error: half of its width.
+        sign: "+" writes the sign of a positive value, too.
+    """
+    places = 4
+    if error > 0:
+        places = 1 - math.floor(math.log10(min(error, LARGEST_ERROR)))
+    if not -3 < places <= MAX_DECIMALS:
+        return f"{value:{sign}.3g} ± {error:.2g}"
+    places = max(0, places)
+    # A sum with 0.0, for -0.0 has a sign.
+    return f"{round(value, places) + 0.0:{sign}.{places}f} ± {error:.{places}f}"
