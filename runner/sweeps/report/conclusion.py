@@ -99,13 +99,16 @@ def sweep_conclusion(comparisons: Sequence[Comparison]) -> Conclusion:
         comparisons: see SweepData.compared.
     """
     by_device = fmt.grouped((c.group.device, c) for c in comparisons if c.group.quality)
-    parts = {
-        f"On {device or 'an unknown device'}": _device_conclusion(ended)
-        for device, ended in by_device.items()
-    }
+    parts = {device: _device_conclusion(ended) for device, ended in by_device.items()}
     if not parts:
         return Conclusion(_no_result_sentence(comparisons))
-    return _joint_conclusion(parts, "devices") if len(parts) > 1 else next(iter(parts.values()))
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    named = {}
+    for device, part in parts.items():
+        whole = " ".join([part.text, *part.details])
+        named[f"On {device or 'an unknown device'}"] = replace(part, text=whole)
+    return _joint_conclusion(named, "devices")
 
 
 def _no_result_sentence(comparisons: Sequence[Comparison]) -> str:
@@ -174,9 +177,12 @@ def _joint_conclusion(parts: Mapping[str, Conclusion], kind: str) -> Conclusion:
     if other_words:
         words, aim = (), ""
     if not clauses:
-        return Conclusion(f"None of {len(parts)} {kind} is decided yet.", details, words, aim)
-    clauses[0] += f" of {len(parts)} {kind}"
-    text = f"Train {', '.join(clauses)}."
+        text = f"None of {len(parts)} {kind} is decided yet."
+    elif picks.most_common(1)[0][1] == len(parts):
+        text = f"Train in {next(iter(picks))} in each of {len(parts)} {kind}."
+    else:
+        clauses[0] += f" of {len(parts)} {kind}"
+        text = f"Train {', '.join(clauses)}."
     return Conclusion(text, details, words, aim)
 
 
@@ -443,7 +449,10 @@ def _cost_sentences(named: Comparison, others: Sequence[Comparison]) -> Iterator
     speed = f"{speed_words(named)}{interval and f' (95 % interval {interval})'}"
     if named.speed_verdict == "even":
         speed = f"about as fast as {BASELINE}{interval and f' ({interval} ×)'}"
-    yield f"{named.group.name} is {speed}{memory_words(named, ', with ')}."
+    memory_part = memory_words(named, ", with ")
+    # The answer itself says how fast the fastest is.
+    if interval or memory_part or named.speed_verdict != "faster":
+        yield f"{named.group.name} is {speed}{memory_part}."
 
     def memory(comparison: Comparison) -> float:
         return 1.0 if comparison.memory_ratio is None else comparison.memory_ratio

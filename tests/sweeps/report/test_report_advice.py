@@ -95,9 +95,9 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
         ("bf16-true", "worse"),
     ]
     assert str(answer_of(found).command) == "python -m runner model=mlp precision=bf16-mixed"
-    assert answer_of(found).sentence.startswith(
-        "Use bf16-mixed: 1.50 × as fast as 32-true, and its loss is"
-    )
+    answer = answer_of(found)
+    assert answer.sentence == "Use bf16-mixed: 1.50 × as fast as 32-true, loss within tolerance."
+    assert answer.caveats[0].startswith("bf16-mixed: loss +0.001")
 
 
 def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
@@ -116,7 +116,8 @@ def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
     verdicts = {verdict.name: verdict for verdict in found.verdicts}
     assert verdicts["bf16-mixed"].rating.name == "RECOMMENDED"
     assert verdicts["16-mixed"].rating.name == "WORSE"
-    assert ", and its val/f1 is higher by 0.0998" in answer_of(found).sentence
+    assert answer_of(found).sentence.endswith("32-true, val/f1 better.")
+    assert answer_of(found).caveats[0].startswith("bf16-mixed: val/f1 +0.0998")
     assert reason_sentence(verdicts["16-mixed"]).startswith("val/f1 -0.1")
     assert reason_sentence(verdicts["32-true"]).startswith("val/f1 1, seeds differ by")
 
@@ -249,7 +250,9 @@ RESERVATIONS = {
 @pytest.mark.parametrize(("jobs", "busy", "text"), RESERVATIONS.values(), ids=RESERVATIONS)
 def test_reservations_are_named(jobs: list[RunResult], busy: float, text: str) -> None:
     caveats = answer_of(asked(BASE, jobs, question=replace(ASKED, busy=busy))).caveats
-    assert " ".join(caveats) == text
+    # First come the numbers of a precision that is recommended.
+    assert " ".join(caveats).endswith(text)
+    assert bool(text) == any(reason in " ".join(caveats) for reason in ("may decide", "busy"))
 
 
 def test_float32_that_diverges_leaves_no_advice() -> None:
@@ -309,7 +312,7 @@ def test_no_speed_is_compared_where_one_trial_was_too_short_for_it() -> None:
     none = [replace(j, examples_per_second=None) for j in BASE]
     found = asked(none, trials("bf16-mixed"))
     assert answer_of(found).sentence.startswith(
-        "Stay with 32-true for now: too few trials were long enough"
+        "Stay with 32-true for now: no trial was long enough"
     )
 
 
@@ -374,7 +377,7 @@ def test_python_gets_the_answer_that_the_command_prints(mode: str) -> None:
     question = replace(ASKED, mode=mode, max_gap=0.1)
     jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
     text = SweepData([Job(job) for job in jobs], request=question).answer.text
-    start = {"advise": "Use bf16-mixed: 1.50 × as fast as", "gate": "bf16-mixed is accepted: "}
+    start = {"advise": "Use bf16-mixed: 1.50 × as fast as", "gate": "bf16-mixed is accepted. Its "}
     assert text.startswith(start[mode])
 
 

@@ -1,9 +1,11 @@
 """Sweeps over precision x another key: precisions are compared within each setting."""
 
+from dataclasses import replace
+
 import pytest
 from job_results import finished
 
-from runner.output.markup import Items, Table, Text
+from runner.output.markup import Table, Text
 from runner.sweeps.report.conclusion import settings_blocks
 from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.sweep_data import Job, SweepData
@@ -48,17 +50,22 @@ def test_the_table_marks_a_best_only_where_it_is_measured():
     assert "measurably better" in blocks(GRID, Text)[0].text
 
 
-def test_a_summary_says_for_how_many_settings_a_verdict_holds():
-    (items,) = blocks(GRID, Items)
-    assert dict(items.items) == {
-        "bf16-mixed": "within tolerance in 1 of 2 settings, better in 1 of 2 settings "
-        "(lr=2), about as fast in 2 of 2 settings",
-        "16-mixed": "worse in 1 of 2 settings (lr=1), not compared in 1 of 2 settings (lr=2), "
-        "about as fast in 1 of 2 settings",
-    }
-    sentence = SweepData([*map(Job, GRID)]).answer.sentence
-    assert sentence.startswith("Best val/accuracy: 32-true lr=1 with 0.910 ± 0.010; best of")
-    assert "Against 32-true in each setting: bf16-mixed: within tolerance in 1 of" in sentence
+def test_the_answer_says_in_how_many_settings_a_precision_wins():
+    text = SweepData([*map(Job, GRID)]).answer.text
+    assert text.startswith(
+        "Train in 32-true in each of 2 settings. lr=1: Stay with 32-true: nothing as good trained "
+        "faster. lr=2: Stay with 32-true: nothing as good trained faster. Best mean val/accuracy: "
+        "32-true lr=1 with 0.910 ± 0.010. Best of"
+    )
+    fast = [
+        replace(job, examples_per_second=200.0)
+        if (job.precision, job.settings) == ("bf16-mixed", ["lr=2"])
+        else job
+        for job in GRID
+    ]
+    text = SweepData([*map(Job, fast)]).answer.text
+    assert text.startswith("Train in 32-true in 1 of 2 settings, in bf16-mixed in 1. lr=1: Stay")
+    assert "lr=2: Train in bf16-mixed: 2.00 × as fast as 32-true, val/accuracy better." in text
 
 
 def test_one_seed_marks_nothing():
@@ -66,8 +73,10 @@ def test_one_seed_marks_nothing():
     single += [*jobs("32-true", "lr=2", [0.5]), *jobs("b", "lr=2", [0.9])]
     (table,) = blocks(single, Table)
     assert not any(cell.note for row in table.rows for cell in row)
-    (items,) = blocks(single, Items)
-    assert items.items == [("b", "not judged in 2 of 2 settings, about as fast in 2 of 2 settings")]
+    text = SweepData([*map(Job, single)]).answer.text
+    assert text.startswith("None of 2 settings is decided yet. lr=1: Stay with 32-true: nothing")
+    # What each setting lacks is asked for once.
+    assert text.endswith("Type seed=0,1,2.")
 
 
 def test_qualities_of_two_models_are_not_compared(tmp_path):
@@ -77,10 +86,11 @@ def test_qualities_of_two_models_are_not_compared(tmp_path):
         *jobs("32-true", "model=vit", POOR, model="vit"),
         *jobs("bf16-mixed", "model=vit", POOR, model="vit"),
     ]
-    sentence = SweepData([*map(Job, models)]).answer.sentence
-    assert sentence == (
-        "Against 32-true in each setting: bf16-mixed: worse in 1 of 2 settings (model=mlp), within "
-        "tolerance in 1 of 2 settings, about as fast in 2 of 2 settings."
+    text = SweepData([*map(Job, models)]).answer.text
+    assert text == (
+        "Train in 32-true in each of 2 settings. model=mlp: Stay with 32-true: the others are worse "
+        "in val/accuracy. model=vit: Stay with 32-true: nothing as good trained faster. Different "
+        "models or data: their qualities are not compared."
     )
     page = write_report(SweepData([Job(one) for one in models]), tmp_path)[0].read_text()
     assert "| precision | model=mlp | model=vit |" in page
