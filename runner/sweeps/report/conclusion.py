@@ -386,11 +386,11 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
     verdict, numbers = difference_words(pick.difference)
     evidence = ", ".join(filter(None, [numbers, f"{pick.difference.n} seeds"]))
     details = [
-        f"{pick.group.name}: {quality} {verdict} ({evidence}).",
+        f"{quality} of {pick.group.name}: {verdict} ({evidence}).",
         *_cost_sentences(pick, timed),
     ]
     if fit:
-        text = f"Train in {pick.group.name}: {speed_words(pick)}, {quality} {verdict}."
+        text = f"Train in {pick.group.name}: {speed_words(pick)}, {quality} {verdict_word(pick)}."
         return Conclusion(text, details, (f"precision={pick.group.precision}",), pick=pick)
     text = f"Stay with {BASELINE}: nothing as good {_gain(pick)} faster."
     ratio = pick.speed_ratio

@@ -252,7 +252,6 @@ def test_reservations_are_named(jobs: list[RunResult], busy: float, text: str) -
     caveats = answer_of(asked(BASE, jobs, question=replace(ASKED, busy=busy))).caveats
     # First come the numbers of a precision that is recommended.
     assert " ".join(caveats).endswith(text)
-    assert bool(text) == any(reason in " ".join(caveats) for reason in ("may decide", "busy"))
 
 
 def test_float32_that_diverges_leaves_no_advice() -> None:

@@ -65,7 +65,7 @@ def test_the_answer_says_in_how_many_settings_a_precision_wins():
     ]
     text = SweepData([*map(Job, fast)]).answer.text
     assert text.startswith("Train in 32-true in 1 of 2 settings, in bf16-mixed in 1. lr=1: Stay")
-    assert "lr=2: Train in bf16-mixed: 2.00 × as fast as 32-true, val/accuracy better." in text
+    assert "lr=2: Train in bf16-mixed lr=2: 2.00 × as fast as 32-true, val/accuracy better." in text
 
 
 def test_one_seed_marks_nothing():
@@ -88,9 +88,9 @@ def test_qualities_of_two_models_are_not_compared(tmp_path):
     ]
     text = SweepData([*map(Job, models)]).answer.text
     assert text == (
-        "Train in 32-true in each of 2 settings. model=mlp: Stay with 32-true: the others are worse "
-        "in val/accuracy. model=vit: Stay with 32-true: nothing as good trained faster. Different "
-        "models or data: their qualities are not compared."
+        "Train in 32-true in each of 2 settings. model=mlp: Stay with 32-true: the others are "
+        "worse in val/accuracy. model=vit: Stay with 32-true: nothing as good trained faster. "
+        "Different models or data: their qualities are not compared."
     )
     page = write_report(SweepData([Job(one) for one in models]), tmp_path)[0].read_text()
     assert "| precision | model=mlp | model=vit |" in page
