@@ -35,10 +35,9 @@ from runner.core import (
     terminal,
 )
 from runner.output.console import plain_console, without_numbers
-from runner.output.markup import markdown_code, terminal_table
+from runner.output.markup import markdown_code
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.other_programs import OtherPrograms
-from runner.sweeps.report.columns import advice_table, groups_table
 from runner.sweeps.report.load import (
     JOB_RESULTS_FOLDER,
     is_joined_by_others,
@@ -46,7 +45,7 @@ from runner.sweeps.report.load import (
     store_report,
     write_job_facts,
 )
-from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.pages import print_answer, summary_markdown, write_report
 from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.sweep_resume import resume_command, with_longer_lists
@@ -381,26 +380,6 @@ def _print_errors(console: Console, results: Sequence[RunResult]) -> None:
             pairs.append((first, result.label if first == error else f"{result.label} alike"))
     for error, labels in fmt.grouped(pairs).items():
         console.print(f"{join_names(labels)}: {error}")
-
-
-def print_answer(console: Console, data: SweepData) -> None:
-    """Print a row per precision, the answer, the numbers behind it and what to type next."""
-    if not data.jobs:
-        return
-    answer = data.answer
-    if data.is_stopped:
-        console.print("Stopped. Results so far:")
-    if not data.advice:
-        table = groups_table(data.compared, answer.pick)
-        console.print(terminal_table(table, "", console.width))
-    elif not data.gate:
-        console.print(terminal_table(advice_table(data.advice), "", console.width))
-    console.print(f"\n{answer.sentence}", style="bold")
-    if answer.caveats:
-        console.print(" ".join(answer.caveats))
-    # How to resume an unfinished sweep is said below.
-    if answer.command and not answer.is_unfinished:
-        console.print(f"Next: {answer.command}", soft_wrap=True)
 
 
 def end_if_failed(folder: Path) -> bool:

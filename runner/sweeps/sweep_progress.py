@@ -6,12 +6,14 @@ It is read from the sweep's folder, which the jobs of every launcher share.
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from runner.core import ConfigError, RunResult, fmt, layout, run_result
 from runner.output.console import plain_console, without_numbers
 from runner.sweeps.manifest import Manifest
+from runner.sweeps.verdict.advise_request import AdviseRequest
 from runner.tracking.result_table import read_results, result_line
 
 RECENT_JOBS = 8
@@ -53,6 +55,11 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         result = RunResult.read(folder)
         manifest = Manifest.read(sweep)
         ended = _ended_results(sweep)
+        request = AdviseRequest.read(sweep)
+        if manifest.budget_end_ms and not request:
+            return  # the trial that measures the step time: it is no trial of the verdict
+        if request:
+            result = replace(result, quality=request.metric)
         place = _place(manifest, number or len(ended) + (result.status == "stopped"))
         line = f"{place}  {result_line(result)}"
         is_untried = result.status in run_result.UNTRIED
@@ -62,7 +69,7 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
         if known:
             line += f", as {known}"
         # Any other job has printed why it failed.
-        elif reason and (is_untried or is_elsewhere or (sweep / layout.ADVICE).is_file()):
+        elif reason and (is_untried or is_elsewhere or request):
             line += f", because {reason}" if is_untried else f": {reason}"
         # On a terminal the bar of the next job says it.
         if not sys.stdout.isatty():

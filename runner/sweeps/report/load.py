@@ -26,8 +26,9 @@ from runner.core import (
     secrets,
     terminal,
 )
+from runner.output.console import plain_console
 from runner.sweeps.manifest import Manifest
-from runner.sweeps.report.pages import summary_markdown, write_report
+from runner.sweeps.report.pages import print_answer, summary_markdown, write_report
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData, json_mapping
 from runner.sweeps.report.wording import join_names
 from runner.sweeps.verdict.advise_request import AdviseRequest
@@ -335,26 +336,30 @@ def rebuild_report(sweeps: Sequence[str], typed: Mapping[str, str]) -> int:
     upload_in_background(Path("outputs"))
     try:
         report = _report_two if len(sweeps) == 2 else _report_one
-        paths = report(sweeps, typed, folder)
+        paths, data = report(sweeps, typed, folder)
     except OSError as error:
         raise ConfigError(
             f"The report cannot be written: {error.filename or out}: "
             f"{files.os_error_reason(error)}. "
             "Type --out <folder> with a folder that takes files."
         ) from error
-    print(terminal.sanitize(paths[0].read_text()))
-    print("\n".join(str(path) for path in paths))
+    console = plain_console()
+    print_answer(console, data)
+    console.print("\n".join(["", *map(str, paths)]), soft_wrap=True)
     return 0
 
 
-def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: Path | None) -> list[Path]:
-    """Write the report of one sweep; return the paths."""
+def _report_one(
+    sweeps: Sequence[str], typed: Mapping[str, str], out: Path | None
+) -> tuple[list[Path], SweepData]:
+    """Write the report of one sweep; return the paths and the sweep."""
     sweep = next(iter(sweeps), None)
     folder = Path(sweep) if sweep and files.path_exists(sweep) else None
     if sweep is None and not any(key.startswith("tracking.") for key in typed):
         folder = next(iter(newest_sweeps()), None)
     if folder:
-        return write_report(load_from_folder(folder), out or folder)
+        data = load_from_folder(folder)
+        return write_report(data, out or folder), data
     uri = existing_store(sweep, typed)
     if sweep is None:
         from runner.tracking.reader import Reader
@@ -367,11 +372,13 @@ def _report_one(sweeps: Sequence[str], typed: Mapping[str, str], out: Path | Non
                 "report <sweep folder or parent run id>."
             )
         sweep = newest.run_id
-    return store_report(uri, sweep, out or report_folder(sweep))[0]
+    return store_report(uri, sweep, out or report_folder(sweep))
 
 
-def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: Path | None) -> list[Path]:
-    """Write the report over the jobs of two sweeps; return the paths."""
+def _report_two(
+    sweeps: Sequence[str], typed: Mapping[str, str], out: Path | None
+) -> tuple[list[Path], SweepData]:
+    """Write the report over the jobs of two sweeps; return the paths and the jobs."""
     first, second = (_load_sweep(sweep, typed) for sweep in sweeps)
     if first.data.sweep_id and first.data.sweep_id == second.data.sweep_id:
         raise ConfigError(
@@ -379,7 +386,8 @@ def _report_two(sweeps: Sequence[str], typed: Mapping[str, str], out: Path | Non
             "sweeps."
         )
     name = f"{Path(first.name).name}-and-{Path(second.name).name}"
-    return write_report(join_sweeps(first, second), out or report_folder(name))
+    data = join_sweeps(first, second)
+    return write_report(data, out or report_folder(name)), data
 
 
 def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runner.config.resolve import omitted_key_messages
-from runner.core import RunResult, files, fmt, layout, secrets
+from runner.core import Console, RunResult, files, fmt, layout, secrets
 from runner.output.markup import (
     Block,
     Cell,
@@ -28,6 +28,7 @@ from runner.output.markup import (
     markdown,
     markdown_text,
     notebook_frame,
+    terminal_table,
     to_html,
     to_markdown,
 )
@@ -35,7 +36,7 @@ from runner.output.plots import svg_element
 from runner.sweeps.other_programs import BUSY_SHARE
 from runner.sweeps.report.advice_page import advice_blocks
 from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
-from runner.sweeps.report.columns import groups_table, jobs_table
+from runner.sweeps.report.columns import advice_table, groups_table, jobs_table
 from runner.sweeps.report.conclusion import NO_BASELINE_REASON, settings_blocks
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import OUTCOME_WORDS, cast_note, common_verdict, join_names
@@ -143,6 +144,26 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         line = " · ".join(filter(None, [links, *map(markdown_text, answer.noted)]))
         parts = [markdown(Text(answer.sentence, "answer")), line]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def print_answer(console: Console, data: SweepData) -> None:
+    """Print a row per precision, the answer, the numbers behind it and what to type next."""
+    if not data.jobs:
+        return
+    answer = data.answer
+    if data.is_stopped:
+        console.print("Stopped. Results so far:")
+    if not data.advice:
+        table = groups_table(data.compared, answer.pick)
+        console.print(terminal_table(table, "", console.width))
+    elif not data.gate:
+        console.print(terminal_table(advice_table(data.advice), "", console.width))
+    console.print(f"\n{answer.sentence}", style="bold")
+    if answer.caveats:
+        console.print(" ".join(answer.caveats))
+    # How to resume an unfinished sweep is said below.
+    if answer.command and not answer.is_unfinished:
+        console.print(f"Next: {answer.command}", soft_wrap=True)
 
 
 def advice_html(data: SweepData) -> str:
