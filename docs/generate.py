@@ -21,7 +21,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.cli.main import option_note
-from runner.core import Room
+from runner.core import Mode, Room
 from runner.core.base.errors import Unavailable
 from runner.core.config.schema import RunSpec
 from runner.core.record.metric_names import METRICS
@@ -140,6 +140,67 @@ def gpu() -> str:
     return "\n\n".join(lines)
 
 
+BEGIN_WITH = ("32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true")
+"""Precisions that README.md names first."""
+FAMILIES = {"transformer-engine": "`transformer-engine*`", "float8": "`float8-*`, compiled"}
+"""Beginnings of names whose measured range stands in one row."""
+
+
+def first_precisions() -> str:
+    """Return what precisions gained in bench/gpu/run.sh and in README.md's sweep."""
+    gpu_rows = json.loads((RESULTS / "gpu" / "h200.json").read_text())["gpt"]
+    cpu = json.loads((RESULTS / "first_sweep.json").read_text())["answer"]
+    compiled = {
+        row["width"]: row["tokens_per_second"]
+        for row in gpu_rows
+        if row["precision"] == "bf16-mixed" and row["compiled"]
+    }
+    widest = max(compiled)
+    rows = []
+    for name in BEGIN_WITH:
+        speed, memory = "not measured", ""
+        for row in gpu_rows:
+            if (row["precision"], row["width"], row["compiled"]) == (name, widest, False):
+                speed = f"{row['tokens_per_second'] / compiled[widest]:.2f}"
+                memory = f"{row['peak_gib']:.0f}"
+        ratio = cpu.get(f"answer/speed_ratio/{name}")
+        on_cpu = "needs a GPU" if ratio is None else f"{ratio:.2f}"
+        rows.append([f"`{name}`", speed, memory, on_cpu, yaml_header(name)[1]])
+    for start, title in FAMILIES.items():
+        # Eager float8 of torchao is slow: it is there to be compiled.
+        found = [
+            row
+            for row in gpu_rows
+            if row["precision"].startswith(start) and (row["compiled"] or start != "float8")
+        ]
+        ratios = [row["tokens_per_second"] / compiled[row["width"]] for row in found]
+        memory = "{:.0f} to {:.0f}".format(*_range([row["peak_gib"] for row in found]))
+        speed = "{:.2f} to {:.2f}".format(*_range(ratios))
+        rows.append([title, speed, memory, "emulated", "FP8 on Hopper and newer, for wide layers"])
+    head = ["precision", "H200, × compiled bf16-mixed", "GiB", "CPU, × 32-true", "why"]
+    return table(head, rows)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def hardware() -> str:
+    """Return on which hardware each mode has run: CI's CPUs, and GPUs whose suite types it."""
+    sources = [*(ROOT / "tests" / "gpu").glob("*.py"), ROOT / "bench" / "gpu" / "run.sh"]
+    typed = "\n".join(path.read_text() for path in sources)
+    pages = sorted((RESULTS / "gpu").glob("*.json"))
+    gpus = [json.loads(page.read_text())["device"] for page in pages]
+    words = {f"`mode={mode}`": f"mode={mode}" for mode in Mode.all() if mode != "train"}
+    words = {"a run, its resume": "", "`-m`, a sweep": "sweep=", **words}
+    words["`strategy=ddp`, `fsdp`, in one process"] = "strategy="
+    rows = [
+        [what, "yes", *["yes" if word in typed else "never"] * len(gpus)]
+        for what, word in words.items()
+    ]
+    return table(["command", "CPU", *gpus], rows)
+
+
 def keys() -> str:
     """Return the table of keys, with the texts of the schema's docstrings."""
     rows = key_rows("", RunSpec())
@@ -223,6 +284,8 @@ TABLES = {
     "optimizers": optimizers,
     "memory_plan": memory_plan,
     "gpu": gpu,
+    "first_precisions": first_precisions,
+    "hardware": hardware,
     "commands": commands,
     "keys": keys,
     "groups": groups,
