@@ -199,7 +199,7 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
         if not _is_trial():
             use_sweep_time()
             remove_keys(config, keys_left_out_of_job())
-            caveat = _raise_eps(config, name)
+            caveat = _raise_eps(config)
     finished = _finished_before(config, folder, sweeping)
     if finished:
         # The other processes find the result, too, and leave.
@@ -238,12 +238,11 @@ def _start(config: DictConfig, folder: Path, sweeping: bool, leaves_line: bool) 
     return result
 
 
-def _raise_eps(config: DictConfig, job: str) -> str:
+def _raise_eps(config: DictConfig) -> str:
     """Raise an optimizer's eps, unless it was typed, to what a preset asks for the precision.
 
     Args:
         config: of a job.
-        job: its overrides.
 
     Returns:
         A sentence on it for the report; empty if eps stays.
@@ -255,7 +254,6 @@ def _raise_eps(config: DictConfig, job: str) -> str:
     if isinstance(eps, float) and eps < least and not is_typed:
         config.optimizer.eps = least
         change = f"optimizer.eps={least:g} in place of {eps:g}"
-        print(f"{job}: {change}, too small for this precision")
         return f"trained with {change}, which its difference to others may come from."
     return ""
 

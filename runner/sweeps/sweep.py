@@ -48,6 +48,7 @@ from runner.sweeps.report.load import (
 from runner.sweeps.report.pages import print_answer, summary_markdown, write_report
 from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.report.wording import join_names
+from runner.sweeps.sweep_progress import common_reason
 from runner.sweeps.sweep_resume import resume_command, with_longer_lists
 from runner.tracking import notes
 from runner.tracking.dashboard import REPORT_PAGE, sweep_links
@@ -366,18 +367,14 @@ class Sweep:
 
 def _print_errors(console: Console, results: Sequence[RunResult]) -> None:
     """Print each error with the jobs that failed by it."""
+    first_errors: dict[str, str] = {}
     pairs = []
-    first_errors: dict[tuple[str, str], str] = {}
     for result in results:
-        # One text for all precisions that lack the same. Later in an error, as in a command to
-        # type, the precision is meant.
-        error = result.error
-        if error.startswith(f"precision={result.precision} "):
-            error = f"it {error.partition(' ')[2]}"
-        # And one for the jobs of a precision whose errors differ in their numbers.
-        first = first_errors.setdefault((result.precision, without_numbers(error)), error)
-        if error:
-            pairs.append((first, result.label if first == error else f"{result.label} alike"))
+        if result.error:
+            error = common_reason(result.precision, result.error)
+            # One text for the jobs whose errors differ in their numbers.
+            first = first_errors.setdefault(without_numbers(error), error)
+            pairs.append((first, result.label))
     for error, labels in fmt.grouped(pairs).items():
         console.print(f"{join_names(labels)}: {error}")
 

@@ -82,19 +82,27 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
 
 def alike_job(folder: Path, precision: str, error: str) -> str:
     """Return the label of another job of a sweep that ended before by the same error but for its
-    numbers, in the same precision; empty without any.
+    numbers and the precision's name; empty without any.
 
     Args:
         folder: of the job that ends now, in its sweep's.
         precision: of that job.
         error: of that job.
     """
-    wanted = (precision, without_numbers(error))
+    wanted = common_reason(precision, error)
     for other in _ended_results(folder.parent):
-        is_alike = (other.precision, without_numbers(other.error)) == wanted
+        is_alike = without_numbers(common_reason(other.precision, other.error)) == (
+            without_numbers(wanted)
+        )
         if is_alike and other.error and Path(other.folder).name != folder.name:
             return other.label
     return ""
+
+
+def common_reason(precision: str, error: str) -> str:
+    """Return an error as it reads for all precisions that lack the same."""
+    # Later in an error, as in a command to type, a name is another precision's.
+    return error.replace(f"precision={precision} ", "it ", 1)
 
 
 def _ended_results(sweep: Path) -> list[RunResult]:
