@@ -244,7 +244,7 @@ class Sweep:
         if not data.request:
             _print_errors(console, data.results)
         if self._early_end:
-            console.print(self._early_end)
+            console.print(self._early_end, soft_wrap=not console.is_terminal)
         # Before the report: its charts and its upload take seconds.
         if not self.joins_other_sweep:
             print_answer(console, data)
@@ -367,16 +367,16 @@ class Sweep:
 
 def _print_errors(console: Console, results: Sequence[RunResult]) -> None:
     """Print each error with the jobs that failed by it."""
-    first_errors: dict[str, str] = {}
+    first_errors: dict[tuple[str, str], str] = {}
     pairs = []
     for result in results:
         if result.error:
             error = common_reason(result.precision, result.error)
-            # One text for the jobs whose errors differ in their numbers.
-            first = first_errors.setdefault(without_numbers(error), error)
-            pairs.append((first, result.label))
+            # One text for the jobs of a precision whose errors differ in their numbers.
+            first = first_errors.setdefault((result.precision, without_numbers(error)), error)
+            pairs.append((first, result.label if first == error else f"{result.label} alike"))
     for error, labels in fmt.grouped(pairs).items():
-        console.print(f"{join_names(labels)}: {error}")
+        console.print(f"{join_names(labels)}: {error}", soft_wrap=not console.is_terminal)
 
 
 def end_if_failed(folder: Path) -> bool:

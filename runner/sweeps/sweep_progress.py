@@ -81,8 +81,8 @@ def print_job_line(folder: Path, number: int = 0, is_elsewhere: bool = False) ->
 
 
 def alike_job(folder: Path, precision: str, error: str) -> str:
-    """Return the label of another job of a sweep that ended before by the same error but for its
-    numbers and the precision's name; empty without any.
+    """Return the label of another job of a sweep that ended before by the same error but for the
+    precision's name, or in the same precision for its numbers; empty without any.
 
     Args:
         folder: of the job that ends now, in its sweep's.
@@ -91,9 +91,10 @@ def alike_job(folder: Path, precision: str, error: str) -> str:
     """
     wanted = common_reason(precision, error)
     for other in _ended_results(folder.parent):
-        is_alike = without_numbers(common_reason(other.precision, other.error)) == (
-            without_numbers(wanted)
-        )
+        found = common_reason(other.precision, other.error)
+        is_alike = found == wanted
+        if other.precision == precision:
+            is_alike = without_numbers(found) == without_numbers(wanted)
         if is_alike and other.error and Path(other.folder).name != folder.name:
             return other.label
     return ""
@@ -101,8 +102,9 @@ def alike_job(folder: Path, precision: str, error: str) -> str:
 
 def common_reason(precision: str, error: str) -> str:
     """Return an error as it reads for all precisions that lack the same."""
-    # Later in an error, as in a command to type, a name is another precision's.
-    return error.replace(f"precision={precision} ", "it ", 1)
+    # Later in an error, as in a command to type, the precision itself is meant.
+    own = f"precision={precision} "
+    return f"it {error.removeprefix(own)}" if error.startswith(own) else error
 
 
 def _ended_results(sweep: Path) -> list[RunResult]:

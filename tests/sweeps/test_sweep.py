@@ -157,7 +157,7 @@ def test_a_sweep_is_named_by_what_it_trains_and_how_many_values_each_key_has(wor
 def test_an_error_that_precisions_share_is_printed_once_and_a_command_stays_whole(capsys):
     command = "The loss is inf; python -m runner precision=c seed=0"
     errors = {"a": "precision=a needs a GPU.", "b": "precision=b needs a GPU.", "c": command}
-    sweeps._print_results(Console(width=200), [lost(name, error=e) for name, e in errors.items()])
+    sweeps._print_errors(Console(width=200), [lost(name, error=e) for name, e in errors.items()])
     printed = capsys.readouterr().out
     assert "a seed=0, b seed=0: it needs a GPU.\n" in printed
     assert f"c seed=0: {command}\n" in printed
@@ -166,6 +166,6 @@ def test_an_error_that_precisions_share_is_printed_once_and_a_command_stays_whol
 def test_errors_of_a_precision_that_differ_in_numbers_are_printed_once(capsys):
     steps = {"a": (0, 1), "b": (2,)}
     jobs = [lost(name, error=f"nan at {n}", seed=n) for name, seeds in steps.items() for n in seeds]
-    sweeps._print_results(Console(width=200), jobs)
+    sweeps._print_errors(Console(width=200), jobs)
     printed = capsys.readouterr().out
     assert "a seed=0, a seed=1 alike: nan at 0\nb seed=2: nan at 2\n" in printed

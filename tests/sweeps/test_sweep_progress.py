@@ -1,6 +1,5 @@
 """How far a sweep is, from the files in its folder."""
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -8,10 +7,12 @@ from dataclasses import replace
 import pytest
 from job_results import finished, lost
 
-from runner.core.base.layout import ADVICE, CONFIG, MANIFEST, RESULT
+from runner.core.base.layout import CONFIG, MANIFEST, RESULT
 from runner.sweeps.manifest import Manifest
 from runner.sweeps.sweep_progress import job_label, print_job_line
+from runner.sweeps.verdict.advise_request import AdviseRequest
 
+ASKED = AdviseRequest("time", 1.0, 100, 60, 5, "5m", ["python", "-m", "runner"])
 NOW = 1_000_000
 BEGUN = 1000.0
 CASES = {
@@ -50,16 +51,6 @@ CASES = {
     ),
     "the last job": ({"jobs": 2, "jobs_at_once": 1}, [1.0, 1.0], ("job 3/2", "")),
     "an unknown number of jobs": ({}, [9.0], ("job 2", "")),
-    "a trial": (
-        {"jobs": 2, "jobs_at_once": 1, "max_trials": 12, "budget_end_ms": NOW + 200_000},
-        [1.0, 1.0],
-        ("trial 3/12, 3 min left", "; about 3 min of the budget left"),
-    ),
-    "a trial of a search, whose length is not known": (
-        {"jobs": 1, "jobs_at_once": 1, "budget_end_ms": NOW - 5_000},
-        [1.0],
-        ("trial 2", ""),
-    ),
 }
 
 
@@ -101,6 +92,32 @@ def test_jobs_say_how_far_the_sweep_is(sweep, tmp_path, capsys, manifest, second
     )
 
 
+TRIALS = {
+    "of a known number": (
+        {"max_trials": 12, "budget_end_ms": NOW + 200_000},
+        ("trial 3/12, 3 min left", "; about 3 min of the budget left"),
+    ),
+    "of a search, whose length is not known": ({"budget_end_ms": NOW - 5_000}, ("trial 3", "")),
+}
+
+
+@pytest.mark.parametrize(("manifest", "texts"), TRIALS.values(), ids=TRIALS)
+def test_trials_say_how_far_the_budget_is_and_what_they_are_judged_by(
+    sweep, tmp_path, capsys, manifest, texts
+):
+    folder = sweep([1.0, 1.0], jobs=2, jobs_at_once=1, **manifest)
+    beside_bar, left = texts
+    assert job_label(tmp_path, "b seed=1")() == f"{beside_bar}  b seed=1"
+    # Before the trials have a length, one measures the time of a step: no trial of the verdict.
+    print_job_line(folder)
+    assert capsys.readouterr().out == ""
+    ASKED.write(tmp_path)
+    metrics = {"val/accuracy": 0.9, "val/loss": 0.25}
+    replace(finished("b"), folder=str(folder), metrics=metrics).write(folder)
+    print_job_line(folder)
+    assert capsys.readouterr().out.endswith(f"val/loss 0.25  100 examples/s  finished{left}\n")
+
+
 def test_the_time_left_runs_down_while_a_job_runs(sweep, tmp_path, monkeypatch):
     sweep([100.0], jobs=3, jobs_at_once=1)
     label = job_label(tmp_path, "b")
@@ -137,12 +154,18 @@ def test_an_error_is_shown_once_and_a_later_line_names_the_job_that_has_it(sweep
     print_job_line(last)
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("not tried, because needs a GPU, at step 1")
+    same = lost("c", "unavailable", "precision=c needs a GPU, at step 0")
+    named = lost("b", "unavailable", "precision=b needs a GPU, at step 0")
+    replace(same, folder=str(tmp_path / "1")).write(tmp_path / "1")
+    replace(named, folder=str(tmp_path / "0")).write(tmp_path / "0")
+    print_job_line(tmp_path / "1")
+    assert capsys.readouterr().out.endswith("not tried, as b seed=0\n")
     assert re.fullmatch(r"job  3 of 10  b seed=2 +not tried, as b seed=0", second)
 
 
 def test_a_trial_that_failed_before_the_next_manifest_keeps_its_number(sweep, tmp_path, capsys):
     folder = sweep([1.0, 1.0], budget_end_ms=NOW)
-    (tmp_path / ADVICE).write_text("{}")
+    ASKED.write(tmp_path)
     failed = replace(finished("a"), folder=str(tmp_path / "0"), status="failed", error="broke")
     failed.write(tmp_path / "0")
     os.utime(tmp_path / "0" / RESULT, (BEGUN - 1, BEGUN - 1))
@@ -152,7 +175,7 @@ def test_a_trial_that_failed_before_the_next_manifest_keeps_its_number(sweep, tm
 
 def test_the_line_of_a_trial_says_why_it_failed(sweep, tmp_path, capsys):
     folder = sweep([1.0], budget_end_ms=NOW)
-    (tmp_path / ADVICE).write_text(json.dumps({}))
+    ASKED.write(tmp_path)
     failed = replace(finished("b"), folder=str(folder), status="failed", diverged=True)
     replace(failed, error="the loss is nan\nmore").write(folder)
     print_job_line(folder)

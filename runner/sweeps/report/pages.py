@@ -158,9 +158,11 @@ def print_answer(console: Console, data: SweepData) -> None:
         console.print(terminal_table(table, "", console.width))
     elif not data.gate:
         console.print(terminal_table(advice_table(data.advice), "", console.width))
-    console.print(f"\n{answer.sentence}", style="bold")
+    # In a file or pipe a sentence stays on one line, for those who search it.
+    is_whole = not console.is_terminal
+    console.print(f"\n{answer.sentence}", style="bold", soft_wrap=is_whole)
     if answer.caveats:
-        console.print(" ".join(answer.caveats))
+        console.print(" ".join(answer.caveats), soft_wrap=is_whole)
     # How to resume an unfinished sweep is said below.
     if answer.command and not answer.is_unfinished:
         console.print(f"Next: {answer.command}", soft_wrap=True)
