@@ -40,18 +40,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def precisions() -> str:
+def every_precision() -> str:
     """Return the table of all precisions."""
     rows = []
     for name in precision_names():
         precision = load_precision(name)
-        scale = precision.scale(torch.device("cpu")).value
-        loss_scale = "none" if scale is None else f"dynamic, from {scale.item():g}"
-        reason = yaml_header(name)[1]
-        formats = [precision.storage_format, precision.compute_format, loss_scale]
-        rows.append([f"`{name}`", *formats, needs(name), reason])
-    head = ["precision", "stores", "computes", "loss scale", "needs", "why"]
-    return table(head, rows)
+        formats = f"{precision.storage_format} → {precision.compute_format}"
+        for words in (" linear weights", " in linear layers", "; the rest as built"):
+            formats = formats.replace(words, "")  # the page says it once
+        rows.append([f"`{name}`", formats, needs(name), yaml_header(name)[1]])
+    return table(["precision", "stores → computes", "needs", "why"], rows)
 
 
 def needs(name: str) -> str:
@@ -65,9 +63,10 @@ def needs(name: str) -> str:
             load_precision(name).require(device)
         except Unavailable as error:
             # "needs <hardware>; ..." names what it needs; other messages only refuse the device.
-            hardware = error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")
+            hardware = error.what.partition("needs ")[2].partition(";")[0]
             if hardware:
-                return hardware
+                hardware = hardware.replace("an NVIDIA GPU of compute capability ", "NVIDIA ")
+                return hardware.replace(" or higher", "+")
             unsupported.append(phrase)
     if not runs_on_turing(name):
         unsupported.append("an NVIDIA GPU before Ampere")
@@ -85,22 +84,6 @@ def runs_on_turing(name: str) -> bool:
         except Unavailable:
             return False
     return True
-
-
-def measured() -> str:
-    """Return the table of low-bit precisions that bench/low_bit.py measured."""
-    results = json.loads((RESULTS / "low_bit.json").read_text())["precisions"]
-    rows = [
-        [
-            f"`{name}`",
-            f"{row['weights']:.3f}",
-            f"{row['error']:.1e}",
-            f"{row['step']:.2f}" if row["step"] else "emulated",
-        ]
-        for name, row in results.items()
-    ]
-    head = ["precision", "weights' bytes", "error of a product", "time of a training step"]
-    return table(head, rows)
 
 
 def optimizers() -> str:
@@ -188,18 +171,20 @@ def commands() -> str:
     """Return the table of the commands other than runs, with their arguments."""
     rows = []
     for command in Room.all_commands().values():
-        text = command.description.replace("\n", " ")
-        rows.append([f"`python -m runner {command.name}`", text])
-        rows += [[f"`{argument}`", meaning] for argument, meaning in command.rows()]
-    return table(["command or argument", "what it does"], rows)
+        rows.append([f"`{command.name}`", "", command.description.replace("\n", " ")])
+        rows += [["", f"`{argument}`", meaning] for argument, meaning in command.rows()]
+    return table(["`python -m runner ...`", "argument", "what it does"], rows)
 
 
 def groups() -> str:
-    """Return the table of all options, with the first line of each option's yaml."""
+    """Return the table of all options but precisions, with the first line of each one's yaml."""
     rows = []
     for folder in sorted(p for p in CONF.iterdir() if p.is_dir() and list(p.glob("*.yaml"))):
+        if folder.name == "precision":
+            continue  # docs/precisions.md has a table of them
         for path in sorted(folder.glob("*.yaml")):
-            rows.append([f"`{folder.name}={path.stem}`", option_note(path)])
+            note = option_note(path).partition(": python -m runner ")[0].rstrip(".")
+            rows.append([f"`{folder.name}={path.stem}`", note])
     return table(["option", "what it is"], rows)
 
 
@@ -218,8 +203,7 @@ def sweep_columns() -> str:
 
 TUNED = ("compilation", "checkpointing", "loading", "optimizers", "memory_format", "cross_entropy")
 TABLES = {
-    "precisions": precisions,
-    "measured": measured,
+    "every_precision": every_precision,
     "optimizers": optimizers,
     "memory_plan": memory_plan,
     "gpu": gpu,
