@@ -14,7 +14,7 @@ TRAINED = ("float8-rowwise", "float8-tensorwise", "torchao-mxfp8", "transformer-
 TRAINED += ("transformer-engine-current", "transformer-engine-mxfp8")
 TRAINED += ("qat-int4", "qat-int8", "qat-nvfp4", "bnb-int8-training")
 PACKED = ("bnb-nf4", "bnb-nf4-dq", "bnb-int8", "int4", "int8", "nvfp4")
-CONVERTING = ("float8-rowwise", "transformer-engine", "torchao-mxfp8", "bnb-nf4", "bnb-int8", "int4")
+KINDS = ("float8-rowwise", "transformer-engine", "torchao-mxfp8", "bnb-nf4", "bnb-int8", "int4")
 # Of the other families these, which stand for their kind.
 SHORT = ("float8-rowwise", "transformer-engine", "bnb-nf4", "qat-int4")
 
@@ -76,7 +76,7 @@ def shares(family, name):
     ]
 
 
-@pytest.mark.parametrize("name", CONVERTING)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_experts_are_converted(family, name):
     assert shares(family, name) == ["100 %", "100 %"]
