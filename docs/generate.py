@@ -99,12 +99,6 @@ def tuned(part: str) -> str:
     return table(results["head"], results["rows"])
 
 
-def memory_plan() -> str:
-    """Return the table of memory forecasts that bench/memory_plan.py measured."""
-    results = json.loads((RESULTS / "memory_plan.json").read_text())
-    return table(results["head"], results["rows"])
-
-
 def gpu() -> str:
     """Return one line for each machine whose results bench/gpu/run.sh wrote."""
     pages = sorted((RESULTS / "gpu").glob("*.json"))
@@ -201,11 +195,10 @@ def sweep_columns() -> str:
     return table(["column", "meaning"], rows)
 
 
-TUNED = ("compilation", "checkpointing", "loading", "optimizers", "memory_format", "cross_entropy")
+TUNED = ("compilation", "checkpointing")
 TABLES = {
     "every_precision": every_precision,
     "optimizers": optimizers,
-    "memory_plan": memory_plan,
     "gpu": gpu,
     "commands": commands,
     "keys": keys,
