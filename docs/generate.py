@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,9 +92,9 @@ def optimizers() -> str:
     return table(["optimizer", "state"], rows)
 
 
-def tuned(part: str) -> str:
-    """Return one of the tables that bench/tuned.py measured."""
-    results = json.loads((RESULTS / "tuned.json").read_text())[part]
+def compilation() -> str:
+    """Return the table of compiled steps that bench/tuned.py measured."""
+    results = json.loads((RESULTS / "tuned.json").read_text())["compilation"]
     return table(results["head"], results["rows"])
 
 
@@ -195,7 +194,6 @@ def sweep_columns() -> str:
     return table(["column", "meaning"], rows)
 
 
-TUNED = ("compilation", "checkpointing")
 TABLES = {
     "every_precision": every_precision,
     "optimizers": optimizers,
@@ -205,7 +203,7 @@ TABLES = {
     "groups": groups,
     "metrics": metrics,
     "sweep_columns": sweep_columns,
-    **{f"tuned-{part}": partial(tuned, part) for part in TUNED},
+    "compilation": compilation,
 }
 
 
