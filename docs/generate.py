@@ -177,6 +177,7 @@ def groups() -> str:
             continue  # docs/precisions.md has a table of them
         for path in sorted(folder.glob("*.yaml")):
             note = option_note(path).partition(": python -m runner ")[0].rstrip(".")
+            note = re.sub(r" \([^()]*(?:arXiv|JMLR|, 20\d\d)[^()]*\)", "", note)  # papers
             rows.append([f"`{folder.name}={path.stem}`", note])
     return table(["option", "what it is"], rows)
 
