@@ -36,7 +36,8 @@ CONF = Path(str(files("runner.conf")))
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return re.sub(r"(`[^`]*`)|<(?=\w)", lambda match: match[1] or r"\<", text)  # no HTML tags
 
 
 def every_precision() -> str:
