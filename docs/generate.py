@@ -46,7 +46,7 @@ def every_precision() -> str:
     for name in precision_names():
         precision = load_precision(name)
         formats = f"{precision.storage_format} → {precision.compute_format}"
-        for words in (" linear weights", " in linear layers", "; the rest as built"):
+        for words in (" linear weights", " in linear layers", " elsewhere", "; the rest as built"):
             formats = formats.replace(words, "")  # the page says it once
         rows.append([f"`{name}`", formats, needs(name), yaml_header(name)[1]])
     return table(["precision", "stores → computes", "needs", "why"], rows)
@@ -70,7 +70,7 @@ def needs(name: str) -> str:
             unsupported.append(phrase)
     if not runs_on_turing(name):
         unsupported.append("an NVIDIA GPU before Ampere")
-    return f"any device but {' or '.join(unsupported)}" if unsupported else "any device"
+    return f"all but {' or '.join(unsupported)}" if unsupported else "any device"
 
 
 def runs_on_turing(name: str) -> bool:
