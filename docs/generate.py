@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,21 +36,20 @@ CONF = Path(str(files("runner.conf")))
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return re.sub(r"(`[^`]*`)|<(?=\w)", lambda match: match[1] or r"\<", text)  # no HTML tags
 
 
-def precisions() -> str:
+def every_precision() -> str:
     """Return the table of all precisions."""
     rows = []
     for name in precision_names():
         precision = load_precision(name)
-        scale = precision.scale(torch.device("cpu")).value
-        loss_scale = "none" if scale is None else f"dynamic, from {scale.item():g}"
-        reason = yaml_header(name)[1]
-        formats = [precision.storage_format, precision.compute_format, loss_scale]
-        rows.append([f"`{name}`", *formats, needs(name), reason])
-    head = ["precision", "stores", "computes", "loss scale", "needs", "why"]
-    return table(head, rows)
+        formats = f"{precision.storage_format} → {precision.compute_format}"
+        for words in (" linear weights", " in linear layers", " elsewhere", "; the rest as built"):
+            formats = formats.replace(words, "")  # the page says it once
+        rows.append([f"`{name}`", formats, needs(name), yaml_header(name)[1]])
+    return table(["precision", "stores → computes", "needs", "why"], rows)
 
 
 def needs(name: str) -> str:
@@ -65,13 +63,14 @@ def needs(name: str) -> str:
             load_precision(name).require(device)
         except Unavailable as error:
             # "needs <hardware>; ..." names what it needs; other messages only refuse the device.
-            hardware = error.what.partition("needs ")[2].partition(";")[0].removeprefix("an ")
+            hardware = error.what.partition("needs ")[2].partition(";")[0]
             if hardware:
-                return hardware
+                hardware = hardware.replace("an NVIDIA GPU of compute capability ", "NVIDIA ")
+                return hardware.replace(" or higher", "+")
             unsupported.append(phrase)
     if not runs_on_turing(name):
         unsupported.append("an NVIDIA GPU before Ampere")
-    return f"any device but {' or '.join(unsupported)}" if unsupported else "any device"
+    return f"all but {' or '.join(unsupported)}" if unsupported else "any device"
 
 
 def runs_on_turing(name: str) -> bool:
@@ -87,22 +86,6 @@ def runs_on_turing(name: str) -> bool:
     return True
 
 
-def measured() -> str:
-    """Return the table of low-bit precisions that bench/low_bit.py measured."""
-    results = json.loads((RESULTS / "low_bit.json").read_text())["precisions"]
-    rows = [
-        [
-            f"`{name}`",
-            f"{row['weights']:.3f}",
-            f"{row['error']:.1e}",
-            f"{row['step']:.2f}" if row["step"] else "emulated",
-        ]
-        for name, row in results.items()
-    ]
-    head = ["precision", "weights' bytes", "error of a product", "time of a training step"]
-    return table(head, rows)
-
-
 def optimizers() -> str:
     """Return the table of optimizers' state sizes that bench/low_bit.py measured."""
     results = json.loads((RESULTS / "low_bit.json").read_text())["optimizers"]
@@ -110,15 +93,9 @@ def optimizers() -> str:
     return table(["optimizer", "state"], rows)
 
 
-def tuned(part: str) -> str:
-    """Return one of the tables that bench/tuned.py measured."""
-    results = json.loads((RESULTS / "tuned.json").read_text())[part]
-    return table(results["head"], results["rows"])
-
-
-def memory_plan() -> str:
-    """Return the table of memory forecasts that bench/memory_plan.py measured."""
-    results = json.loads((RESULTS / "memory_plan.json").read_text())
+def compilation() -> str:
+    """Return the table of compiled steps that bench/tuned.py measured."""
+    results = json.loads((RESULTS / "tuned.json").read_text())["compilation"]
     return table(results["head"], results["rows"])
 
 
@@ -249,18 +226,21 @@ def commands() -> str:
     """Return the table of the commands other than runs, with their arguments."""
     rows = []
     for command in Room.all_commands().values():
-        text = command.description.replace("\n", " ")
-        rows.append([f"`python -m runner {command.name}`", text])
-        rows += [[f"`{argument}`", meaning] for argument, meaning in command.rows()]
-    return table(["command or argument", "what it does"], rows)
+        rows.append([f"`{command.name}`", "", command.description.replace("\n", " ")])
+        rows += [["", f"`{argument}`", meaning] for argument, meaning in command.rows()]
+    return table(["`python -m runner ...`", "argument", "what it does"], rows)
 
 
 def groups() -> str:
-    """Return the table of all options, with the first line of each option's yaml."""
+    """Return the table of all options but precisions, with the first line of each one's yaml."""
     rows = []
     for folder in sorted(p for p in CONF.iterdir() if p.is_dir() and list(p.glob("*.yaml"))):
+        if folder.name == "precision":
+            continue  # docs/precisions.md has a table of them
         for path in sorted(folder.glob("*.yaml")):
-            rows.append([f"`{folder.name}={path.stem}`", option_note(path)])
+            note = option_note(path).partition(": python -m runner ")[0].rstrip(".")
+            note = re.sub(r" \([^()]*(?:arXiv|JMLR|, 20\d\d)[^()]*\)", "", note)  # papers
+            rows.append([f"`{folder.name}={path.stem}`", note])
     return table(["option", "what it is"], rows)
 
 
@@ -277,12 +257,9 @@ def sweep_columns() -> str:
     return table(["column", "meaning"], rows)
 
 
-TUNED = ("compilation", "checkpointing", "loading", "optimizers", "memory_format", "cross_entropy")
 TABLES = {
-    "precisions": precisions,
-    "measured": measured,
+    "every_precision": every_precision,
     "optimizers": optimizers,
-    "memory_plan": memory_plan,
     "gpu": gpu,
     "first_precisions": first_precisions,
     "hardware": hardware,
@@ -291,7 +268,7 @@ TABLES = {
     "groups": groups,
     "metrics": metrics,
     "sweep_columns": sweep_columns,
-    **{f"tuned-{part}": partial(tuned, part) for part in TUNED},
+    "compilation": compilation,
 }
 
 
