@@ -54,7 +54,7 @@ bench: .venv/dev
 # are compiled here, for compiling them prints a warning of its source, and fails a test.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing PyTorch and what runs need into .venv: 6.5 GB on the disk, 3.3 GB to download, 2 to 5 minutes (docs/install.md: less without CUDA)."
+	@echo "Installing PyTorch and what runs need into .venv: about 6.5 GB on the disk (3.3 GB to download), 2 to 5 minutes (docs/install.md: less without CUDA)."
 	$(PIP) --progress-bar on --no-compile -e .
 	-$(BIN)/python -W ignore -m compileall -q .venv/lib/python3*/site-packages/torchao
 	touch $@
