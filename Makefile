@@ -2,7 +2,7 @@
 # make test   every promise once, about 15 minutes on two idle cores       make check   lint and types
 # make test-all   further examples, too: products, second platforms, generated cases; 45 minutes
 # make test-budget   whether a file took more than its share of the last `make test`
-# make docs   regenerate docs/ tables         make site   pages and API to search and read, in build/site
+# make docs   regenerate docs/ tables         make site   pages and API to search and read: build/site/index.html
 # make bench  the runner beside raw PyTorch, Lightning and Accelerate, into bench/results/peers.md
 PYTHON ?= python3
 ARGS ?= precision=16-mixed model=resnet
@@ -45,6 +45,7 @@ docs: .venv/dev
 # A broken link or docstring fails it.
 site: .venv/dev
 	$(BIN)/python -m sphinx -q -W -c docs . build/site
+	echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > build/site/index.html
 
 bench: .venv/dev
 	$(BIN)/python -m bench.peers
@@ -53,7 +54,7 @@ bench: .venv/dev
 # are compiled here, for compiling them prints a warning of its source, and fails a test.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing PyTorch and what runs need into .venv: about 6 GB, 2 to 5 minutes (docs/install.md: less without CUDA)."
+	@echo "Installing PyTorch and what runs need into .venv: about 6.5 GB on the disk (3.3 GB to download), 2 to 5 minutes (docs/install.md: less without CUDA)."
 	$(PIP) --progress-bar on --no-compile -e .
 	-$(BIN)/python -W ignore -m compileall -q .venv/lib/python3*/site-packages/torchao
 	touch $@

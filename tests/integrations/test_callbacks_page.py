@@ -1,4 +1,4 @@
-"""Every code block of docs/callbacks.md runs as it stands there."""
+"""Every code block in a section of docs/callbacks.md runs as it stands there."""
 
 import re
 import warnings
