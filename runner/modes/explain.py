@@ -43,8 +43,6 @@ _FLOW_COLUMNS = {
     "gradients": "gradients",
 }
 """Columns of a DtypeProbe's table, with their heads here."""
-_NAME_LIMITS = (1000, 40, 30)
-"""Characters of a line of a module's name, the first with which all columns fit the terminal."""
 _EDGES = 4
 """Characters of a table's edges, which are not printed."""
 
@@ -146,25 +144,24 @@ def _print_table(run: RunContext, rows: Sequence[Sequence[str]]) -> None:
     """Print rows of modules without the columns that say nothing."""
     heads = ("module", "class", "stores", *_FLOW_COLUMNS.values(), "converted")
     kept = [i for i in range(len(heads)) if any(row[i] not in ("", "-") for row in rows)]
+    width = run.console.width
+    # Of a name, so that five columns fit 80 characters, and all of them a file's 160.
+    limit = max(20, width // 2 - 16)
+    cells = []
+    for name, *others in rows:
+        # A name breaks after dots only.
+        words = name.replace(".", ". ")
+        lines = textwrap.wrap(words, limit, break_long_words=False, break_on_hyphens=False)
+        texts = ["\n".join(lines).replace(". ", "."), *others]
+        cells.append([Cell(texts[i]) for i in kept])
     head = [heads[i] for i in kept]
-    for limit in _NAME_LIMITS:
-        cells = []
-        for name, *others in rows:
-            # A name breaks after a dot only.
-            lines = textwrap.wrap(name.replace(".", ". "), limit, break_long_words=False)
-            texts = ["\n".join(lines).replace(". ", "."), *others]
-            cells.append([Cell(texts[i]) for i in kept])
-        table = Table(head, cells, frozenset(range(len(head))))
-        shown = terminal_table(table, "", run.console.width + _EDGES)
-        if len(shown.columns) == len(head):
-            break
+    shown = terminal_table(Table(head, cells, frozenset(kept)), "", width + _EDGES)
     # Without edges: the table must fit on a screen.
     shown.show_edge, shown.pad_edge, shown.title = False, False, None
     run.console.print(shown)
-    left_out = head[len(shown.columns) :]
+    left_out = ", ".join(head[len(shown.columns) :])
     if left_out:
-        columns = ", ".join(left_out)
-        run.say(f"Columns left out: {columns}. A wider terminal, a file or a pipe shows them.")
+        run.say(f"Columns left out: {left_out}. A wider terminal, a file or a pipe shows them.")
 
 
 def _module_rows(

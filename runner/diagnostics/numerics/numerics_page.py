@@ -48,13 +48,13 @@ JUDGED_PRECISIONS = (
 )
 """Precisions all of whose formats are measured; the FP8 recipes scale each tensor as it is, as the
 measurement does."""
-_FAILURES = {
-    "overflow": ("too little range", 0.0),
-    "underflow": ("too little range", VANISHING_SHARE_LIMIT),
-    "noise": ("too much noise", NOISE_SHARE_LIMIT),
-    "swallowed": ("loss of updates", SWALLOWED_SHARE_LIMIT),
+_LIMITS = {
+    "overflow": 0.0,
+    "underflow": VANISHING_SHARE_LIMIT,
+    "noise": NOISE_SHARE_LIMIT,
+    "swallowed": SWALLOWED_SHARE_LIMIT,
 }
-"""Of what a module loses: the verdict on a precision, and the share from which on it is given."""
+"""Share from which on a loss decides; first what a remedy of the others does not cure."""
 MIN_COLOURED_SHARE = 1e-5
 """Least share that a cell is coloured for."""
 
@@ -81,6 +81,7 @@ def judge_precisions(numerics: Numerics) -> list[Suitability]:
 def _judge_precision(numerics: Numerics, name: str) -> Suitability:
     precision = registry.load_precision(name)
     losses: list[Complaint] = []
+    lacks = set()
     for narrow, kinds in precision.formats.items():
         rounded = list(kinds)
         if narrow == "float16":
@@ -90,19 +91,23 @@ def _judge_precision(numerics: Numerics, name: str) -> Suitability:
                 return Suitability(name, "too little range", problem)
             rounded = [kind for kind in kinds if kind != "gradients"]
         losses += numerics.worst(narrow, kinds=rounded)
+        lacks.add(numerics.sensitivity(narrow, rounded))
 
     if not losses:
         return Suitability(name, "would do", "nothing is lost")
     worst = max(losses, key=_rank)
     module, kind, what, share = worst
-    verdict, limit = _FAILURES[what]
+    limit = _LIMITS[what]
     why = f"{fmt.format_share(share)} {what} in the {kind} of {module}"
     why += f", limit {fmt.format_share(limit)}" * bool(limit)
-    if _rank(worst)[1] < 1:
+    if "range" in lacks:
+        return Suitability(name, "too little range", why)
+    if "precision" not in lacks:
         return Suitability(name, "would do", f"nearest to a limit: {why}")
-    if what == "swallowed" and precision.update_remedy:
-        why += f"; type {precision.update_remedy.rstrip(', ')}"
-    return Suitability(name, verdict, why)
+    if what != "swallowed":
+        return Suitability(name, "too much noise", why)
+    remedy = precision.update_remedy.rstrip(", ")
+    return Suitability(name, "loss of updates", f"{why}; type {remedy}" if remedy else why)
 
 
 def _gradient_problem(numerics: Numerics, has_scale: bool) -> str:
@@ -116,13 +121,13 @@ def _gradient_problem(numerics: Numerics, has_scale: bool) -> str:
     return f"gradients fit only with a loss scale, from {scales.least:g} to {scales.greatest:g}"
 
 
-def _rank(loss: Complaint) -> tuple[bool, float]:
-    """Return whether a loss decides and no rule of precision.update helps, and its share over the
-    limit."""
+def _rank(loss: Complaint) -> tuple[bool, int, float]:
+    """Return by what a loss is the one that decides, or is nearest to do so."""
     *_, what, share = loss
-    _, limit = _FAILURES[what]
-    nearness = share / limit if limit else math.inf
-    return nearness >= 1 and what != "swallowed", nearness
+    limit = _LIMITS[what]
+    is_past = share >= limit
+    order = -[*_LIMITS].index(what) if is_past else 0
+    return is_past, order, share / limit if limit else math.inf
 
 
 def precision_answer(verdicts: Sequence[Suitability]) -> str:
@@ -268,8 +273,9 @@ def _explanations() -> list[tuple[str, str]]:
         "stored in the format",
         "noise": "energy of the rounding error over the energy of the values, of all tensors of "
         "a module and kind together",
-        "too little range": f"something overflows, or {vanished} of a module's values become zero",
-        "too much noise": f"{noise} or more",
+        "too little range": f"something overflows, {vanished} of a module's values become zero, or "
+        f"values that become zero or subnormal make a noise of {noise} or more",
+        "too much noise": f"{noise} or more otherwise",
         "loss of updates": f"{swallowed} of a module's updates are swallowed, by a precision that "
         "stores weights in the format",
         "gradients": "before clipping, multiplied by the loss scale in force",

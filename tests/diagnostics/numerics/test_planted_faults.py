@@ -319,7 +319,7 @@ def test_gradients_that_a_loss_scale_saves():
     found = loss_scales(numerics)
     assert found is not None
     assert verdicts(numerics)["16-mixed"].verdict == "would do"
-    assert verdicts(numerics)["bf16-true"].verdict == "would do"
+    assert verdicts(numerics)["bf16-mixed"].verdict == "would do"
     why = f"gradients fit only with a loss scale, from {found.least:g} to {found.greatest:g}"
     assert verdicts(numerics)["16-true"] == ("16-true", "too little range", why)
     assert "16-mixed begins with 65536, which does." in loss_scale_sentence(numerics)
