@@ -132,7 +132,8 @@ def _rank(loss: Complaint) -> tuple[bool, int, float]:
 
 def precision_answer(verdicts: Sequence[Suitability]) -> str:
     """Return the precisions by their verdicts, as the answer to which one would do."""
-    groups = fmt.grouped((one.verdict, one.precision) for one in verdicts)
+    in_order = sorted(verdicts, key=lambda one: one.verdict != "would do")
+    groups = fmt.grouped((one.verdict, one.precision) for one in in_order)
     return " ".join(f"{verdict.capitalize()}: {', '.join(groups[verdict])}." for verdict in groups)
 
 
