@@ -501,18 +501,13 @@ def draw_steps(steps: Sequence[BatchComparison]) -> "Figure":
     step."""
     from matplotlib.colors import LogNorm
 
-    by_step = [{row.module: row.added for row in step.rows if row.added} for step in steps]
+    by_step = [{row.module: row.added for row in step.rows} for step in steps]
+    cells = {name: [errors.get(name) for errors in by_step] for name in by_step[0]}
     # Modules that add no error at any step would fill half of the map with nothing.
-    names = [
-        name
-        for name in by_step[0]
-        if any(name in errors and errors[name].found.relative for errors in by_step)
-    ]
-    cells = [[errors.get(name) for errors in by_step] for name in names]
-    shape = (len(names), len(steps))
-    drawable = [_drawable([one.found.relative if one else 0.0 for one in row]) for row in cells]
-    values = np.array(drawable).reshape(shape)
-    outlined = np.array([[bool(one and one.is_unexplained) for one in row] for row in cells])
+    names = [name for name in cells if any(one and one.found.relative for one in cells[name])]
+    errors = [[one.found.relative if one else 0.0 for one in cells[name]] for name in names]
+    values = np.array([*map(_drawable, errors)]).reshape(len(names), len(steps))
+    outlined = np.array([[bool(one and one.is_unexplained) for one in cells[n]] for n in names])
     with chart_style():
         figure, axes = _figure(len(names))
         title = "no error is added in the forward"

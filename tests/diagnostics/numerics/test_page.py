@@ -187,7 +187,7 @@ def test_the_number_that_decides_is_named(kind, lost, verdict, why):
         measured.append(stats)
     numerics = replace(one, probes=(replace(snapshot, measured=measured),))
     verdicts = {found.precision: found for found in judge_precisions(numerics)}
-    assert not answer_lines(numerics)[0].partition("Would do")[0]
+    assert not answer_lines(numerics)[0].partition("Would do")[0].endswith(". ")
     assert verdicts["bf16-true"].verdict == verdict
     assert verdicts["bf16-true"].why.startswith(why)
 
