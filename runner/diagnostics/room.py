@@ -190,7 +190,8 @@ def _callbacks(run: "RunContext", state: "TrainState") -> "Iterator[RunCallback]
     if every and run.strategy.rank.is_main:
         from runner.diagnostics.numerics.probe import NumericsCallback  # few runs measure them
 
-        yield NumericsCallback(state, every, run, run.label)
+        note = run.spec.tracking.get("note") or ""
+        yield NumericsCallback(state, every, run, run.label, note)
 
 
 def _watch(run: "RunContext") -> "run_context.RunWatch":

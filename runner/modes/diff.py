@@ -65,6 +65,7 @@ from runner.diagnostics.divergence.reference import (
     write_dump,
 )
 from runner.diagnostics.divergence.substitution import Execution
+from runner.diagnostics.numerics.numerics_page import page_head
 from runner.diagnostics.room import DiffSpec
 from runner.modes.execution import build_execution, build_result, prepare_process, starting_model
 from runner.modes.replay import ReachedStep, checkpoint_before_step, states_before
@@ -136,12 +137,14 @@ def diff(run: RunContext) -> run_context.RunOutcome:
     report = DivergenceReport(name, reference.label, comparison.steps)
     run.say(report.sentence)
     run.tracker.tags({"diff": report.sentence, "against": report.against})
-    run.save_artifact(run.out / PAGE, lambda path: write_page(report, path))
+    head = page_head(run, run.device_name, run.spec.tracking.get("note") or "")
+    if run.save_artifact(run.out / PAGE, lambda path: write_page(report, head, path)):
+        run.say(f"diff: see {fmt.relative_path(run.out / PAGE)}")
     run.save_artifact(run.out / NUMBERS, lambda path: write_json_report(report, path))
     chosen = report.chosen
     count = len(unexplained(chosen.rows))
     if count > 1:
-        run.say(f"{count} modules add more than rounding explains; all are in {run.out / PAGE}")
+        run.say(f"{count} modules add more than rounding explains; the page has all of them")
     summary = {
         "metrics": metrics(chosen),
         "steps": chosen.step,

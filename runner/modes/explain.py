@@ -3,10 +3,10 @@
 Nothing is trained, and nothing is recorded in the store.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 
-from rich.table import Table
 from torch import nn
 
 from runner.core import (
@@ -27,6 +27,7 @@ from runner.diagnostics.numerics.probe import Probe
 from runner.diagnostics.numerics.results import NumericsSnapshot
 from runner.modes.execution import build_execution, prepare_process, starting_model
 from runner.modes.startup import try_batch
+from runner.output.markup import Cell, Table, terminal_table
 from runner.precision.casting import KEEP_FP32_REASON, KeptInFloat32
 from runner.precision.conversion import ROOT_NAME
 from runner.precision.emulation.formats import FORMATS
@@ -42,6 +43,8 @@ _FLOW_COLUMNS = {
     "gradients": "gradients",
 }
 """Columns of a DtypeProbe's table, with their heads here."""
+_EDGES = 4
+"""Characters of a table's edges, which are not printed."""
 
 
 def explain(run: RunContext) -> None:
@@ -100,7 +103,7 @@ def explain(run: RunContext) -> None:
     holders = {part: module for module in modules.values() for part in expert_parts(module)}
     shown = {holders.get(modules[name], modules[name]) for name in names}
     chosen = {name: module for name, module in modules.items() if module in shown}
-    run.console.print(_module_table(chosen, probe, built))
+    _print_table(run, list(_module_rows(chosen, probe, built)))
     for snapshot in snapshots:
         for line in _expert_lines(snapshot, chosen):
             run.say(line)
@@ -137,12 +140,34 @@ def _expert_lines(snapshot: NumericsSnapshot, chosen: Collection[str]) -> Iterat
         )
 
 
-def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel) -> Table:
-    """Return the table with a row for each module that stores a weight or ran."""
+def _print_table(run: RunContext, rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of modules without the columns that say nothing."""
+    heads = ("module", "class", "stores", *_FLOW_COLUMNS.values(), "converted")
+    kept = [i for i in range(len(heads)) if any(row[i] not in ("", "-") for row in rows)]
+    width = run.console.width
+    # Of a name, so that five columns fit 80 characters, and all of them a file's 160.
+    limit = max(20, width // 2 - 16)
+    cells = []
+    for name, *others in rows:
+        # A name breaks after dots only.
+        words = name.replace(".", ". ")
+        lines = textwrap.wrap(words, limit, break_long_words=False, break_on_hyphens=False)
+        texts = ["\n".join(lines).replace(". ", "."), *others]
+        cells.append([Cell(texts[i]) for i in kept])
+    head = [heads[i] for i in kept]
+    shown = terminal_table(Table(head, cells, frozenset(kept)), "", width + _EDGES)
     # Without edges: the table must fit on a screen.
-    table = Table(show_edge=False, pad_edge=False)
-    for head in ("module", "class", "stores", *_FLOW_COLUMNS.values(), "converted"):
-        table.add_column(head, overflow="fold")
+    shown.show_edge, shown.pad_edge, shown.title = False, False, None
+    run.console.print(shown)
+    left_out = ", ".join(head[len(shown.columns) :])
+    if left_out:
+        run.say(f"Columns left out: {left_out}. A wider terminal, a file or a pipe shows them.")
+
+
+def _module_rows(
+    modules: Mapping[str, nn.Module], probe: DtypeProbe, built: BuiltModel
+) -> Iterator[Sequence[str]]:
+    """Yield a row for each module that stores a weight or ran."""
     traced = {row["module"]: row for row in probe.table()}
     conversions = {row.module: row for row in built.report.modules}
     paths = {module: name or ROOT_NAME for name, module in built.model.named_modules()}
@@ -165,8 +190,7 @@ def _module_table(modules: Mapping[str, nn.Module], probe: DtypeProbe, built: Bu
         if not hasattr(module, "base_layer"):
             reported = conversions.get(path.removesuffix(".base_layer"))
         converted = _conversion_text(reported, module, built.model, name)
-        table.add_row(path, type(module).__name__, stores, *flow, converted)
-    return table
+        yield path, type(module).__name__, stores, *flow, converted
 
 
 def _union(formats: Iterable[str]) -> str:

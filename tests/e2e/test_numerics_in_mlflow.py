@@ -5,7 +5,7 @@ from waiting import SECONDS
 
 from runner.diagnostics.numerics import read
 
-FILES = {"numerics.json", "numerics.html", "numerics.png"}
+FILES = {"numerics.json", "numerics.html"}
 TYPED = ("model=mlp", "model.hidden=[16]", "numerics.every=5", "train.max_steps=10")
 
 
@@ -14,6 +14,7 @@ def test_artifacts_and_metrics_are_in_the_store(main, store, run_named, reader, 
     main(*TYPED, "train.log_every=4", *named).check_ok()
     client, run = reader(), run_named("numerics")
     assert {item.path for item in client.list_artifacts(run.info.run_id)} >= FILES
+    assert "bf16-mixed" in run.data.tags["numerics"]
     for name in ("underflow", "overflow", "swallowed"):
         points = client.get_metric_history(run.info.run_id, f"numerics/{name}_share")
         assert [p.step for p in points] == [5, 10]

@@ -37,7 +37,7 @@ PRETRAINED = (
 RESUME = "checkpoint.resume=theirs train.max_steps=3 tracking=none"
 WRITTEN = """.partial config.partial dtypes.json dtypes.partial environment.partial error.txt
     history.npz history.partial journal.spare journal.state log.txt loss_scale.png metrics.jsonl
-    model.safetensors numerics.html numerics.json numerics.partial numerics.png result.json
+    model.safetensors numerics.html numerics.json numerics.partial result.json
     result.partial report.csv report.html report.json report.md report.partial report.png
     signature.partial sweep.partial tracking.log""".split()
 """Files of a run or a sweep that commands write, and the drafts of those that they replace."""

@@ -5,6 +5,10 @@ import re
 import pytest
 from refusals import message_table
 
+from runner.core.record.tracker import NoTracker, RunOutput
+from runner.modes.explain import _print_table
+from runner.output.console import PlainConsole
+
 GPT = "model=gpt data=synthetic_tokens model.layers=2 model.width=32 train.batch_size=4"
 HF = (
     "model=hf model.kind=causal_lm model.config={model_type:gpt2,n_layer:2,n_embd:32,n_head:2,"
@@ -28,17 +32,17 @@ def cells(text, first):
 
 ROWS = message_table(f"""
 blocks.0.attention.qkv precision=bf16-mixed {GPT} =>
-    Linear, float32, float32, bfloat16, bfloat16, float32, -
+    Linear, float32, float32, bfloat16, bfloat16, float32
     precision=bf16-mixed converts no modules
 layer1.0.conv1 precision=16-mixed {RESNET} =>
-    Conv2d, float32, float16, float16, float16, float32, -
+    Conv2d, float32, float16, float16, float16, float32
     first batch of 4, weights of seed 0: loss
 transformer.h.0.attn.c_attn precision=bnb-nf4 {HF} =>
     Linear4bit, float32 nf4, float32, bfloat16, float32, float32, from Conv1D
 blocks.1.expand.base_layer precision=bnb-nf4 adapter=lora {GPT} =>
-    Linear4bit, float32 nf4, float32, bfloat16, float32, , from Linear
+    Linear4bit, float32 nf4, float32, bfloat16, float32, from Linear
 blocks.0.expand.base_layer precision=int4 adapter=lora {GPT} =>
-    QuantizedLinear, float32 int4-32, float32, float32, float32, , from Linear
+    QuantizedLinear, float32 int4-32, float32, float32, float32, from Linear
 head precision=bnb-int8 {GPT} =>
     Linear, float32, float32, bfloat16, bfloat16, float32, no: shares a parameter with \
 token_embedding
@@ -51,7 +55,7 @@ precision.keep_fp32
 body.3 data=digits ~model +model._target_=nets.Mixes precision=bnb-nf4 \
 precision.experts=[*.second] =>
     Mixture, float32 nf4, float32, bfloat16, float32, float32, yes: first, second (in part, for \
-its forward uses table in mean,
+its forward uses table in
 """)
 
 
@@ -77,6 +81,26 @@ def test_the_row_of_experts_stands_for_what_they_hold(main):
     done = main("explain", "*.experts.act_fn", "precision=bnb-nf4", *MIXTURE.split()).check_ok()
     _, stores, _, computes, *_ = cells(done.stdout, "model.layers.0.mlp.experts")
     assert (stores, computes) == ("nf4", "bfloat16")
+
+
+NESTED = "base_model.model.model.decoder.layers.0.self_attn.q_proj.base_layer"
+LINES = ["base_model.model.", "model.decoder.layers.", "0.self_attn.q_proj.", "base_layer"]
+
+
+@pytest.mark.parametrize(
+    ("width", "names", "left_out"), [(80, LINES, ["converted"]), (200, [NESTED], [])]
+)
+def test_a_narrow_terminal_breaks_names_at_dots_and_leaves_out_last_columns(
+    width, names, left_out, tmp_path, capsys
+):
+    output = RunOutput(tmp_path, PlainConsole(width=width), NoTracker())
+    formats = ("float32 nf4", "float32", "bfloat16", "bfloat16", "")
+    _print_table(output, [(NESTED, "Linear4bit", *formats, "from Linear")])
+    table, _, message = capsys.readouterr().out.partition("Columns left out: ")
+    assert "gradients" not in table
+    first_cells = [line.partition("│")[0].strip() for line in table.splitlines() if "│" in line]
+    assert first_cells == names
+    assert message.split(".")[0].split(", ") == (left_out or [""])
 
 
 def test_modules_that_store_nothing_and_do_not_run_have_no_row(main):

@@ -23,7 +23,7 @@ from runner.diagnostics.divergence.findings import (
     ModuleErrors,
     first_divergence,
 )
-from runner.diagnostics.numerics.numerics_page import ROW_HEIGHT_INCHES, draw_heat_map
+from runner.diagnostics.numerics.numerics_page import ROW_HEIGHT_INCHES, draw_heat_map, folded_table
 from runner.output.markup import Block, Cell, Charts, Heading, Items, Table, Text, Tone, to_html
 from runner.output.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
 
@@ -341,14 +341,15 @@ MAX_NAMES = 60
 """Rows of a chart that are high enough for a name; of more modules every n-th has one."""
 
 
-def write_page(report: DivergenceReport, path: Path) -> None:
+def write_page(report: DivergenceReport, head: Sequence[Block], path: Path) -> None:
     """Write diff.html, which holds no script.
 
     Raises:
         OSError: the file cannot be written.
     """
     batch = report.chosen
-    blocks: list[Block] = [Text(report.sentence.replace("`", ""), "answer"), Items(_facts(report))]
+    answer = Text(report.sentence.replace("`", ""), "answer")
+    blocks: list[Block] = [*head, answer, Items(_facts(report))]
     blocks.append(Heading("Error along the network"))
     forward = [(row.module, row.added, row.arrived) for row in batch.rows]
     backward = [(row.module, row.gradient_added, row.gradient_arrived) for row in batch.rows]
@@ -440,7 +441,7 @@ def _table(rows: Sequence[ModuleErrors]) -> Table:
         ]
         lines.append((-added.is_unexplained, -added.ratio, line))
     lines.sort(key=lambda one: one[:2])
-    return Table(head, [line for *_, line in lines[:MAX_ROWS]], frozenset(range(2)))
+    return folded_table(head, [line for *_, line in lines[:MAX_ROWS]], frozenset(range(2)))
 
 
 def draw_pass(name: str, errors: Sequence[tuple[str, AddedError | None, float]]) -> "Figure":
@@ -500,22 +501,23 @@ def draw_steps(steps: Sequence[BatchComparison]) -> "Figure":
     step."""
     from matplotlib.colors import LogNorm
 
-    by_step = [
-        {row.module: row.added.found.relative for row in step.rows if row.added is not None}
-        for step in steps
-    ]
-    # Modules that add no error at any step would fill half of the map with white.
-    names = [name for name in by_step[0] if any(errors.get(name) for errors in by_step)]
-    drawable = [_drawable([errors.get(name, 0.0) for errors in by_step]) for name in names]
-    values = np.array(drawable).reshape(len(names), len(steps))
+    by_step = [{row.module: row.added for row in step.rows} for step in steps]
+    cells = {name: [errors.get(name) for errors in by_step] for name in by_step[0]}
+    # Modules that add no error at any step would fill half of the map with nothing.
+    names = [name for name in cells if any(one and one.found.relative for one in cells[name])]
+    errors = [[one.found.relative if one else 0.0 for one in cells[name]] for name in names]
+    values = np.array([*map(_drawable, errors)]).reshape(len(names), len(steps))
+    outlined = np.array([[bool(one and one.is_unexplained) for one in cells[n]] for n in names])
     with chart_style():
         figure, axes = _figure(len(names))
         title = "no error is added in the forward"
         if not np.isnan(values).all():
             low, high = np.nanmin(values), np.nanmax(values)
-            title = f"relative error added in the forward:\ndark {low:.1g}, bright {high:.1g}"
+            title = f"relative error added in the forward:\nfaint {low:.1g}, strong {high:.1g}"
+            if outlined.any():
+                title += "\noutlined: not explained by rounding"
             numbers = [step.step for step in steps]
-            draw_heat_map(axes, values, names, numbers, LogNorm(low, high), "viridis")
+            draw_heat_map(axes, values, outlined, names, numbers, LogNorm(low, high))
         axes.set_xlabel("step")
         axes.set_title(title, loc="right")
     return figure

@@ -1,18 +1,19 @@
-"""Show what was measured of a run's numbers as a page and as heat maps of modules over steps."""
+"""Judge precisions by what was measured of a run's numbers, and show it as a page with heat maps of
+modules over steps."""
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.core import fmt
+from runner.core import RunOutput, files, fmt, layout, terminal
 from runner.diagnostics.numerics.results import (
     INITIAL_SCALE,
     KINDS,
-    KINDS_WITHOUT_GRADIENTS,
     NEGLIGIBLE_EXPONENT_GAP,
     NOISE_SHARE_LIMIT,
     SWALLOWED_SHARE_LIMIT,
@@ -20,15 +21,15 @@ from runner.diagnostics.numerics.results import (
     Complaint,
     Numerics,
     loss_scales,
-    suitable_range,
 )
-from runner.output.markup import Block, Cell, Charts, Heading, Items, Table, Text, to_html
+from runner.output.markup import Block, Cell, Charts, Heading, Items, Origin, Table, Text, to_html
 from runner.output.plots import CHART_WIDTH_INCHES, chart_style, module_label, svg_element
+from runner.precision import registry
 from runner.precision.emulation.formats import FORMATS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap, LogNorm
+    from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.figure import Figure
 
 MAX_MAP_ROWS = 40
@@ -37,45 +38,140 @@ ROW_HEIGHT_INCHES = 0.18
 MAX_MAP_STEPS = 40
 """Columns of a heat map; where there are more steps, a column has the worst of several."""
 WORST_TABLE_ROWS = 12
+UNFOLDED_ROWS = 4
+"""Rows of a table of modules that a page shows before a click."""
+OUTLINE = "#D55E00"
+"""Colour around the cells of a heat map that decide."""
+JUDGED_PRECISIONS = (
+    *("bf16-mixed", "16-mixed", "bf16-true", "16-true"),
+    *("float8-tensorwise", "transformer-engine-current"),
+)
+"""Precisions all of whose formats are measured; the FP8 recipes scale each tensor as it is, as the
+measurement does."""
+_LIMITS = {
+    "overflow": 0.0,
+    "underflow": VANISHING_SHARE_LIMIT,
+    "noise": NOISE_SHARE_LIMIT,
+    "swallowed": SWALLOWED_SHARE_LIMIT,
+}
+"""Share from which on a loss decides; first what a remedy of the others does not cure."""
 MIN_COLOURED_SHARE = 1e-5
 """Least share that a cell is coloured for."""
 
 
-def numerics_summary(numerics: Numerics) -> str:
-    """Return what each format lacks, a line for each, and what was not judged."""
-    return "\n".join(f"  {name}: {verdict}" for name, verdict in _verdicts(numerics))
+class Suitability(NamedTuple):
+    """Whether a precision would do for the model that was measured.
+
+    Attributes:
+        precision: its name.
+        verdict: in words.
+        why: the number that decides.
+    """
+
+    precision: str
+    verdict: str
+    why: str
 
 
-def _verdicts(numerics: Numerics) -> Iterator[tuple[str, str]]:
-    """Yield each format and its verdict, with the module that is the worst reason for it."""
-    for name in FORMATS:
-        verdict = format_verdict(numerics, name)
-        # A format that would do has no reason, but may lose something all the same.
-        for module, kind, what, value in (numerics.reasons(name) or numerics.worst(name))[:1]:
-            verdict += f" (most: {fmt.format_share(value)} {what} in the {kind} of {module})"
-        yield name, verdict
+def judge_precisions(numerics: Numerics) -> list[Suitability]:
+    """Return for each of JUDGED_PRECISIONS whether it would do."""
+    return [_judge_precision(numerics, name) for name in JUDGED_PRECISIONS]
+
+
+def _judge_precision(numerics: Numerics, name: str) -> Suitability:
+    precision = registry.load_precision(name)
+    losses: list[Complaint] = []
+    lacks = set()
+    for narrow, kinds in precision.formats.items():
+        rounded = list(kinds)
+        if narrow == "float16":
+            # The measured gradients are multiplied by the run's loss scale, not the precision's.
+            problem = _gradient_problem(numerics, has_scale="gradients" not in kinds)
+            if problem:
+                return Suitability(name, "too little range", problem)
+            rounded = [kind for kind in kinds if kind != "gradients"]
+        losses += numerics.worst(narrow, kinds=rounded)
+        lacks.add(numerics.sensitivity(narrow, rounded))
+
+    if not losses:
+        return Suitability(name, "would do", "nothing is lost")
+    worst = max(losses, key=_rank)
+    module, kind, what, share = worst
+    limit = _LIMITS[what]
+    why = f"{fmt.format_share(share)} {what} in the {kind} of {module}"
+    why += f", limit {fmt.format_share(limit)}" * bool(limit)
+    if "range" in lacks:
+        return Suitability(name, "too little range", why)
+    if "precision" not in lacks:
+        return Suitability(name, "would do", f"nearest to a limit: {why}")
+    if what != "swallowed":
+        return Suitability(name, "too much noise", why)
+    remedy = precision.update_remedy.rstrip(", ")
+    return Suitability(name, "loss of updates", f"{why}; type {remedy}" if remedy else why)
+
+
+def _gradient_problem(numerics: Numerics, has_scale: bool) -> str:
+    """Return why float16 does not hold the gradients; empty where it does, or all are 0."""
+    scales = loss_scales(numerics)
+    if scales is None:
+        is_lacking = numerics.sensitivity("float16", ["gradients"]) != "none"
+        return "no loss scale makes all gradients fit" if is_lacking else ""
+    if has_scale or scales.least <= 1 <= scales.greatest:
+        return ""
+    return f"gradients fit only with a loss scale, from {scales.least:g} to {scales.greatest:g}"
+
+
+def _rank(loss: Complaint) -> tuple[bool, int, float]:
+    """Return by what a loss is the one that decides, or is nearest to do so."""
+    *_, what, share = loss
+    limit = _LIMITS[what]
+    is_past = share >= limit
+    order = -[*_LIMITS].index(what) if is_past else 0
+    return is_past, order, share / limit if limit else math.inf
+
+
+def precision_answer(verdicts: Sequence[Suitability]) -> str:
+    """Return the precisions by their verdicts, as the answer to which one would do."""
+    in_order = sorted(verdicts, key=lambda one: one.verdict != "would do")
+    groups = fmt.grouped((one.verdict, one.precision) for one in in_order)
+    return " ".join(f"{verdict.capitalize()}: {', '.join(groups[verdict])}." for verdict in groups)
+
+
+def answer_lines(numerics: Numerics) -> list[str]:
+    """Return the answer, a line for each precision, and what was not judged."""
+    verdicts = judge_precisions(numerics)
+    lines = [precision_answer(verdicts)]
+    lines += [f"{name}: {verdict}: {why}" for name, verdict, why in verdicts]
+    return lines + [f"{name}: {text}" for name, text in _unjudged(numerics)]
+
+
+def _unjudged(numerics: Numerics) -> Iterator[tuple[str, str]]:
+    """Yield the modules that no number other than 0 was measured of."""
     for kind, names in numerics.unjudged().items():
         yield "not judged, for all are 0", f"{kind} of {fmt.first_names(names, 4)}"
 
 
-def format_verdict(numerics: Numerics, name: str) -> str:
-    """Return in words what a format lacks.
+def page_head(output: RunOutput, device: str, note: str = "") -> list[Block]:
+    """Return the first lines of the page of a run that ends now.
 
-    Gradients that a loss scale saves lack no range; updates that are swallowed matter only where
-    weights are stored in the format alone.
+    Args:
+        output: of the run, whose folder holds its environment.
+        device: its name.
+        note: of the user, tracking.note.
     """
-    scaled = name == "float16" and suitable_range(numerics) is not None
-    good = "would do with a loss scale" if scaled else "would do"
-    kinds = KINDS_WITHOUT_GRADIENTS if scaled else KINDS
-    lacks = numerics.sensitivity(name, kinds)
-    reasons = numerics.reasons(name, kinds)
-    if lacks == "precision" and all(what != "noise" for *_, what, _ in reasons):
-        return f"{good}, but not to store weights in"
-    return good if lacks == "none" else f"lacks {lacks}"
+    facts = {}
+    with suppress(OSError, ValueError):  # a full disk took the file: the page is as good without it
+        facts = files.read_json(output.out / layout.ENVIRONMENT)
+    versions = {key: facts.get(key) for key in layout.GIT_KEYS} | facts.get("packages", {})
+    words = facts.get("command", [])
+    # A call of the Python API is one text.
+    commands = [terminal.quote_command(words)] if len(words) > 1 else words
+    run = f"run {output.tracker.run_id}" if output.tracker.run_id else ""
+    return [*Origin(fmt.now_ms() / 1000, device, run, note, versions, commands).blocks()]
 
 
-def write_page(numerics: Numerics, label: str, path: Path) -> Path:
-    """Write the report as a page, the run's own format first.
+def write_page(numerics: Numerics, label: str, head: Sequence[Block], path: Path) -> Path:
+    """Write the report as a page: the precisions, then the formats, the run's own first.
 
     Raises:
         OSError: the file cannot be written.
@@ -85,15 +181,20 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
     steps = [snapshot.step for snapshot in numerics.probes]
     formats = f"stores {numerics.storage}, computes {numerics.compute}"
     looks = f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}"
+    verdicts = judge_precisions(numerics)
+    cells = [[Cell(text) for text in verdict] for verdict in verdicts]
     blocks: list[Block] = [
+        *head,
         Text(f"precision={numerics.precision}, {formats} · {looks}", "small"),
-        Items(list(_verdicts(numerics))),
+        Text(precision_answer(verdicts), "answer"),
+        Table(["precision", "verdict", "why"], cells, frozenset({0, 1, 2})),
         Text(loss_scale_sentence(numerics), "small"),
+        Items(list(_unjudged(numerics)), small=True),
     ]
     for name in order:
         blocks.append(Heading(name))
-        maps = [heat_maps(numerics, name, [kind]) for kind in KINDS]
-        blocks.append(Charts([svg_element(figure) for figure in maps if figure.axes]))
+        maps = filter(None, (heat_map(numerics, name, kind) for kind in KINDS))
+        blocks.append(Charts([*map(svg_element, maps)]))
         rows = [
             [
                 Cell(module, note=note),
@@ -103,12 +204,18 @@ def write_page(numerics: Numerics, label: str, path: Path) -> Path:
             ]
             for (module, kind, what, value), note in _worst_of_stacks(numerics.worst(name))
         ]
-        head = ["worst module", "kind", "what", "share"]
-        worst = Table(head, rows, frozenset({0, 1, 2}))
+        titles = ["worst module", "kind", "what", "share"]
+        worst = folded_table(titles, rows, frozenset({0, 1, 2}))
         blocks.append(worst if rows else Text("Nothing is lost.", "small"))
-    blocks += [Heading("How to read this"), Items(_explanations(numerics), small=True)]
+    blocks += [Heading("How to read this"), Items(_explanations(), small=True)]
     path.write_text(to_html(f"Numerics of {label}", blocks))
     return path
+
+
+def folded_table(head: Sequence[str], rows: list[list[Cell]], words: frozenset[int]) -> Table:
+    """Return a table of modules, all but the first rows folded."""
+    folded = max(0, len(rows) - UNFOLDED_ROWS)
+    return Table(head, rows, words, folded=folded, fold_title=f"{folded} more")
 
 
 def _worst_of_stacks(complaints: Sequence[Complaint]) -> list[tuple[Complaint, str]]:
@@ -132,28 +239,17 @@ def _stack_of(module: str) -> str:
     return f"{stack}[…]" if bracket else module
 
 
-def draw_heat_maps(numerics: Numerics, path: Path) -> Path:
-    """Draw the heat maps of the run's own compute format into a file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    heat_maps(numerics, numerics.computed_in).savefig(path, dpi=110)
-    return path
-
-
 def loss_scale_sentence(numerics: Numerics) -> str:
-    """Return what a loss scale does to float16's gradients: the one in force, and any other."""
-    in_force = _scales_in_force(numerics) or "none"
-    lacks = numerics.sensitivity("float16", ["gradients"])
-    fit = "do not fit" if lacks == "range" else "fit"
-    begun = f"Gradients in float16: with the loss scale in force ({in_force}) they {fit}."
+    """Return the loss scales that make float16's gradients fit, and whether 16-mixed finds one."""
     scales = loss_scales(numerics)
-    if scales is None and lacks == "none":
-        return "No gradient other than 0 was measured, so that no loss scale can be judged."
     if scales is None:
-        return f"{begun} No loss scale makes all of them fit."
-    text = f"{begun} Loss scales from {scales.least:g} to {scales.greatest:g} make them fit"
+        lacks = numerics.sensitivity("float16", ["gradients"])
+        if lacks == "none":
+            return "No gradient other than 0 was measured, so that no loss scale can be judged."
+        return "No loss scale makes all gradients fit float16."
+    text = (
+        f"Loss scales from {scales.least:g} to {scales.greatest:g} make the gradients fit float16"
+    )
     initial = f"16-mixed begins with {INITIAL_SCALE:g}"
     if scales.greatest < INITIAL_SCALE:
         # A dynamic scale is halved after a skipped step.
@@ -165,19 +261,8 @@ def loss_scale_sentence(numerics: Numerics) -> str:
     return f"{text}; {initial}, which does."
 
 
-def _scales_in_force(numerics: Numerics) -> str:
-    """Return the loss scales of the snapshots in words, empty where there was none."""
-    scales = [probe.loss_scale for probe in numerics.probes if probe.loss_scale is not None]
-    if not scales:
-        return ""
-    low = min(scales)
-    high = max(scales)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
-
-
-def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
+def _explanations() -> list[tuple[str, str]]:
     """Return the page's terms, with the limits of the verdicts."""
-    scaled = _scales_in_force(numerics) or "1, for the run has none"
     vanished = fmt.format_share(VANISHING_SHARE_LIMIT)
     noise = fmt.format_share(NOISE_SHARE_LIMIT)
     swallowed = fmt.format_share(SWALLOWED_SHARE_LIMIT)
@@ -189,115 +274,118 @@ def _explanations(numerics: Numerics) -> list[tuple[str, str]]:
         "stored in the format",
         "noise": "energy of the rounding error over the energy of the values, of all tensors of "
         "a module and kind together",
-        "lacks range": f"something overflows, {vanished} of a module's values become zero, or "
+        "too little range": f"something overflows, {vanished} of a module's values become zero, or "
         f"values that become zero or subnormal make a noise of {noise} or more",
-        "lacks precision": f"noise is {noise} or more otherwise, or {swallowed} of a module's "
-        "updates are swallowed, which matters to who stores weights in the format alone",
-        "would do with a loss scale": "only gradients lack range, and there are loss scales that "
-        "make all of them fit",
-        "gradients": f"before clipping, multiplied by the loss scale ({scaled})",
+        "too much noise": f"{noise} or more otherwise",
+        "loss of updates": f"{swallowed} of a module's updates are swallowed, by a precision that "
+        "stores weights in the format",
+        "gradients": "before clipping, multiplied by the loss scale in force",
         "experts": "experts.down_proj[3] is the matrix of expert 3 of a stacked weight, experts[3] "
         "the tokens that come to the expert; of all experts the worst is shown",
         "FP8": "after a scale per tensor to the largest value of the format",
-        "heat maps": "underflow and overflow together, for updates what is swallowed; without "
-        f"colour is less than {MIN_COLOURED_SHARE:g}, and modules that never lose more are left "
-        "out. Tables hold means over the looks",
+        "heat maps": "underflow and overflow together, for updates what is swallowed; the more, "
+        f"the stronger, on a logarithmic scale. Outlined are cells with an overflow, {vanished} of "
+        f"underflow or {swallowed} of swallowed updates. Empty is less than "
+        f"{MIN_COLOURED_SHARE:g}, and modules that never lose more are left out. Tables hold means "
+        "over the looks",
     }
     return list(terms.items())
 
 
-def lost_shares(numerics: Numerics, name: str, kind: str) -> tuple[list[str], NDArray[np.float64]]:
-    """Return the share that each module loses at each snapshot.
+def lost_shares(
+    numerics: Numerics, name: str, kind: str
+) -> tuple[list[str], NDArray[np.float64], NDArray[np.bool_]]:
+    """Return the share that each module loses at each snapshot, of a stack of experts the worst.
 
     Returns:
-        The modules in the model's order, and the shares, [modules, snapshots]; NaN where a module
-        was not measured.
+        The modules in the model's order, the shares, [modules, snapshots], NaN where a module was
+        not measured, and whether a share is past a limit of the verdicts.
     """
     # A dict keeps the order and, unlike a set, drops repetitions with it.
     names = list(dict.fromkeys(_stack_of(stats.module) for stats in numerics.measured))
     shares = np.full((len(names), len(numerics.probes)), np.nan)
+    decides = np.zeros(shares.shape, bool)
     for column, snapshot in enumerate(numerics.probes):
         for stats in snapshot.measured:
             if stats.kind != kind:
                 continue
             lost = numerics.quantization_loss(stats, name)
-            share = (
-                lost.swallowed if kind == "updates" else min(1.0, lost.vanishing + lost.overflow)
-            )
-            if share is not None:
-                # The worst expert of a stack counts.
-                row = names.index(_stack_of(stats.module))
-                shares[row, column] = np.fmax(shares[row, column], share)
-    return names, shares
+            share = min(1.0, lost.vanishing + lost.overflow)
+            is_past = bool(lost.overflow) or lost.vanishing >= VANISHING_SHARE_LIMIT
+            if kind == "updates":
+                share = np.nan if lost.swallowed is None else lost.swallowed
+                is_past = share >= SWALLOWED_SHARE_LIMIT
+            cell = names.index(_stack_of(stats.module)), column
+            shares[cell] = np.fmax(shares[cell], share)
+            decides[cell] |= is_past
+    return names, shares, decides
 
 
-def heat_maps(numerics: Numerics, name: str, kinds: Sequence[str] = KINDS) -> "Figure":
-    """Draw a panel for each of the kinds that loses something: the modules that do down, steps
-    across, the share lost as colour."""
+def heat_map(numerics: Numerics, name: str, kind: str) -> "Figure | None":
+    """Draw what a format loses of a kind of values: the modules that do down, steps across, the
+    share as strength, what decides with an outline; None where nothing is lost."""
     from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
+    names, shares, decides = lost_shares(numerics, name, kind)
+    most = np.nan_to_num(shares).max(axis=1)
+    losing = np.flatnonzero(most >= MIN_COLOURED_SHARE)
+    if not len(losing):
+        return None
+    # The modules that lose most, in the model's order.
+    rows = sorted(losing[np.argsort(-most[losing], kind="stable")][:MAX_MAP_ROWS])
     columns = min(MAX_MAP_STEPS, len(numerics.probes))
     groups = np.array_split(np.arange(len(numerics.probes)), columns)
     steps = [numerics.probes[group[-1]].step for group in groups]
-    colours = _colour_scale()
-    panels = []
-    for kind in kinds:
-        names, shares = lost_shares(numerics, name, kind)
-        most = np.nan_to_num(shares).max(axis=1)
-        losing = np.flatnonzero(most >= MIN_COLOURED_SHARE)
-        # The modules that lose most, in the model's order.
-        rows = sorted(losing[np.argsort(-most[losing], kind="stable")][:MAX_MAP_ROWS])
-        if rows:
-            title = kind if len(rows) == len(losing) else f"{kind}, the worst {len(rows)} modules"
-            # The worst of a group: one bad step among hundreds must stay visible.
-            worst = [np.fmax.reduce(shares[rows][:, group], axis=1) for group in groups]
-            panels.append((title, [names[row] for row in rows], np.stack(worst, 1)))
-    height = max((len(names) for _, names, _ in panels), default=0)
+    # The worst of a group: one bad step among hundreds must stay visible.
+    worst = np.stack([np.fmax.reduce(shares[rows][:, group], axis=1) for group in groups], 1)
+    outlined = np.stack([decides[rows][:, group].any(axis=1) for group in groups], 1)
+    norm = LogNorm(MIN_COLOURED_SHARE, 1.0)
     with chart_style():
-        size = (CHART_WIDTH_INCHES * max(1, len(panels)), 1.7 + ROW_HEIGHT_INCHES * height)
+        size = (CHART_WIDTH_INCHES, 1.7 + ROW_HEIGHT_INCHES * len(rows))
         figure = Figure(figsize=size, layout="constrained")
-        for i, (title, names, shares) in enumerate(panels, 1):
-            axes = figure.add_subplot(1, len(panels), i)
-            shown = np.where(shares >= MIN_COLOURED_SHARE, shares, np.nan)
-            draw_heat_map(axes, shown, names, steps, *colours)
-            axes.set_title(title)
-            axes.set_xlabel("optimizer step")
-            # The rows of all panels have one height.
-            axes.set_ylim(height - 0.5, -0.5)
-        figure.suptitle(f"{'share of values' if panels else 'nothing'} that {name} loses")
-        if panels:
-            scale = ScalarMappable(*colours)
-            look = {"location": "bottom", "aspect": 30, "format": lambda x, _: fmt.format_share(x)}
-            figure.colorbar(scale, ax=figure.axes, ticks=(1e-4, 1e-2, 1), **look)
+        axes = figure.subplots()
+        shown = np.where(worst >= MIN_COLOURED_SHARE, worst, np.nan)
+        draw_heat_map(axes, shown, outlined, [names[row] for row in rows], steps, norm)
+        extent = "" if len(rows) == len(losing) else f"\nthe worst {len(rows)} modules"
+        axes.set_title(f"share of {kind} that {name} loses{extent}", loc="right")
+        axes.set_xlabel("optimizer step")
+        look = {"location": "bottom", "aspect": 30, "format": lambda x, _: fmt.format_share(x)}
+        if outlined.any():
+            look["label"] = "outlined: past the limit of a verdict"
+        scale = ScalarMappable(norm, _strengths())
+        figure.colorbar(scale, ax=axes, ticks=(1e-4, 1e-2, 1), **look)
     return figure
 
 
 def draw_heat_map(
     axes: "Axes",
     values: NDArray[np.float64],
+    outlined: NDArray[np.bool_],
     names: Sequence[str],
     steps: Sequence[int],
     norm: "LogNorm",
-    cmap: "Colormap | str",
 ) -> None:
-    """Draw coloured squares, and nothing where a value is NaN.
+    """Draw squares, the stronger the larger a value is, and nothing where it is NaN.
 
     Args:
         axes: of the map.
         values: [modules, steps].
+        outlined: whether a square has an outline, [modules, steps].
         names: of the modules, from the top.
         steps: of which some have a label.
         norm: scale of the values.
-        cmap: colours.
     """
     from matplotlib.collections import PolyCollection
 
     rows, columns = np.nonzero(np.isfinite(values))
-    corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
+    # With gaps between them, in which the outlines are.
+    corners = 0.46 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])
     squares = np.stack([columns, rows], 1)[:, None, :] + corners
-    cells = PolyCollection(list(squares), array=values[rows, columns], cmap=cmap, norm=norm)
-    axes.add_collection(cells)
+    widths = np.where(outlined[rows, columns], 1.2, 0.0)
+    look = {"edgecolors": OUTLINE, "linewidths": widths, "cmap": _strengths(), "norm": norm}
+    axes.add_collection(PolyCollection(list(squares), array=values[rows, columns], **look))
     axes.set_xlim(-0.5, len(steps) - 0.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
     ticks = range(0, len(steps), -(-len(steps) // 5))
@@ -308,12 +396,10 @@ def draw_heat_map(
     axes.tick_params(length=0)
 
 
-def _colour_scale() -> tuple["LogNorm", "Colormap"]:
-    """Return the logarithmic scale of shares, and its colours."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap, LogNorm
+def _strengths() -> "ListedColormap":
+    """Return the page's ink from faint to strong: on a light page and a dark one the largest value
+    has the highest contrast."""
+    from matplotlib.colors import ListedColormap
 
-    # Without the ends of the map, of which a white or a dark page hides one. With more colours
-    # matplotlib puts a bitmap into the SVG, which the page would refuse.
-    colours = colormaps["plasma_r"](np.linspace(0.08, 0.75, 20))
-    return LogNorm(MIN_COLOURED_SHARE, 1.0), ListedColormap(colours)
+    # With more colours matplotlib puts a bitmap into the SVG, which the page would refuse.
+    return ListedColormap([(0.0, 0.0, 0.0, alpha) for alpha in np.linspace(0.35, 1.0, 20) ** 2])

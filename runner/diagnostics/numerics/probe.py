@@ -19,6 +19,7 @@ from runner.core import (
     RunCallback,
     RunOutput,
     TrainState,
+    accelerators,
     fmt,
     layout,
     module_tape,
@@ -281,15 +282,19 @@ class NumericsCallback(RunCallback):
         every: optimizer steps between two measurements.
         output: the run's folder, tracker and console.
         label: of the run, the title of the report.
+        note: of the user, tracking.note.
     """
 
     key = "numerics"
 
-    def __init__(self, state: TrainState, every: int, output: RunOutput, label: str) -> None:
+    def __init__(
+        self, state: TrainState, every: int, output: RunOutput, label: str, note: str = ""
+    ) -> None:
         self.state = state
         self.every = every
         self.output = output
         self.label = label
+        self.note = note
         self.snapshots: list[NumericsSnapshot] = []
         self._probe = Probe(state, self._record)
 
@@ -340,18 +345,17 @@ class NumericsCallback(RunCallback):
             self.output.say(f"warning: numerics.every={self.every}: no step was measured.")
             return
         # Matplotlib takes a second to import, which a run without measurements need not pay.
-        from runner.diagnostics.numerics.numerics_page import (
-            draw_heat_maps,
-            numerics_summary,
-            write_page,
-        )
+        from runner.diagnostics.numerics import numerics_page
 
         numerics = self.numerics
         output = self.output
+        device = accelerators.Accelerator(self.state.device).name
+        head = numerics_page.page_head(output, device, self.note)
         page = output.out / "numerics.html"
         output.save_artifact(output.out / layout.NUMERICS, numerics.write)
         output.save_artifact(
-            output.out / "numerics.png", lambda path: draw_heat_maps(numerics, path)
+            page, lambda path: numerics_page.write_page(numerics, self.label, head, path)
         )
-        output.save_artifact(page, lambda path: write_page(numerics, self.label, path))
-        output.say(f"numerics: see {fmt.relative_path(page)}\n{numerics_summary(numerics)}")
+        answer, *lines = numerics_page.answer_lines(numerics)
+        output.tracker.tags({"numerics": answer})
+        output.say("\n  ".join([f"numerics: see {fmt.relative_path(page)}", answer, *lines]))

@@ -33,7 +33,6 @@ float32's rounding error: 2**-24 in one operation, 4 bits more in a sum of some 
 
 INITIAL_SCALE = 2.0**16
 """The scale that 16-mixed and torch's GradScaler begin with."""
-KINDS_WITHOUT_GRADIENTS = tuple(kind for kind in KINDS if kind != "gradients")
 _SCALE_EXPONENTS = range(-32, 97)
 """Exponents of the scales that are tried."""
 _LEAST_FLOAT16_EXPONENT = FLOAT16.exponent - FLOAT16.mantissa
@@ -333,19 +332,6 @@ def loss_scales(numerics: Numerics) -> LossScaleRange | None:
     if not (fits and modules):
         return None
     return LossScaleRange(2.0 ** fits[0], 2.0 ** fits[-1])
-
-
-def suitable_range(numerics: Numerics) -> LossScaleRange | None:
-    """Return the loss scales with which float16 would do, where gradients alone lack its range.
-
-    None where gradients do not lack it, something else does, too, or no scale would do.
-    """
-    if numerics.sensitivity("float16", ["gradients"]) != "range":
-        return None
-    # A loss scale multiplies gradients only: it cannot help activations or weights.
-    if numerics.sensitivity("float16", KINDS_WITHOUT_GRADIENTS) == "range":
-        return None
-    return loss_scales(numerics)
 
 
 def _fits(measured: Sequence[tuple[TensorStats, float]], power: int) -> bool:

@@ -130,7 +130,7 @@ def test_what_torchs_kernel_is_known_to_sum_in_bfloat16_is_no_alarm(plants_bug, 
     assert (first.row.module, first.added.is_known_sum) == (name, known)
     assert sentence(found).endswith(f"It is known: {KNOWN_SUM}.") == known
     report = DivergenceReport("bf16-mixed", "32-true", [found])
-    write_page(report, tmp_path / "diff.html")
+    write_page(report, [], tmp_path / "diff.html")
     page = (tmp_path / "diff.html").read_text()
     assert f", {KNOWN_SUM}</small>" in page
     assert ('class="bad"' in page) == plants_bug

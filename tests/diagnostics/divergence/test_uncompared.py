@@ -53,7 +53,7 @@ def test_a_bug_behind_a_layer_of_zeros_is_not_compared(tmp_path):
     assert "differ by rounding alone in what was compared" in text
     assert "the output of 1 of 5 modules (`2`) and the backward of 4 of 5 modules (" in text
     assert "diff/output_error" not in metrics(found)
-    write_page(report(found), tmp_path / "diff.html")
+    write_page(report(found), [], tmp_path / "diff.html")
     assert "nothing that could be compared" in (tmp_path / "diff.html").read_text()
     write_json_report(report(found), tmp_path / "diff.json")
     (step,) = read_json(tmp_path / "diff.json")["steps"]

@@ -15,9 +15,9 @@ from numerics_models import TEXT, VOCABULARY, Tokens, bert, tokens
 from states import make_state, measure_step
 
 from runner.diagnostics.numerics.measure import MAX_SAMPLE_ELEMENTS
-from runner.diagnostics.numerics.numerics_page import format_verdict
+from runner.diagnostics.numerics.numerics_page import judge_precisions
 from runner.diagnostics.numerics.probe import MAX_OUTPUT_SAMPLES, modules_holding_tensors
-from runner.diagnostics.numerics.results import KINDS, Numerics, suitable_range
+from runner.diagnostics.numerics.results import KINDS, Numerics
 from runner.precision.emulation.formats import FORMATS
 from runner.training.tasks.classification import Classification
 from runner.training.tasks.language import Language
@@ -163,10 +163,9 @@ def test_sqnr_is_that_of_a_module_s_tensors_together(name):
 
 
 @every_architecture
-def test_float16_and_bfloat16_would_do_for_every_architecture(name):
+def test_mixed_precisions_would_do_for_every_architecture(name):
     numerics = Numerics(1, "32-true", "float32", "float32", (measurements(name)[1],))
-    scaled = " with a loss scale" if name in NEEDS_SCALE else ""
-    assert format_verdict(numerics, "float16").startswith(f"would do{scaled}")
-    assert ("with a loss scale" in format_verdict(numerics, "float16")) == bool(scaled)
-    assert format_verdict(numerics, "bfloat16").startswith("would do")
-    assert (suitable_range(numerics) is not None) == bool(scaled)
+    found = {one.precision: one for one in judge_precisions(numerics)}
+    assert found["16-mixed"].verdict == found["bf16-mixed"].verdict == "would do"
+    needs_scale = found["16-true"].why.startswith("gradients fit only with a loss scale")
+    assert needs_scale == (name in NEEDS_SCALE)

@@ -17,12 +17,8 @@ from runner.diagnostics.numerics.measure import (
     quantization_losses,
     take_sample,
 )
-from runner.diagnostics.numerics.numerics_page import (
-    format_verdict,
-    loss_scale_sentence,
-    numerics_summary,
-)
-from runner.diagnostics.numerics.results import Numerics, loss_scales, suitable_range
+from runner.diagnostics.numerics.numerics_page import judge_precisions, loss_scale_sentence
+from runner.diagnostics.numerics.results import Numerics, loss_scales
 from runner.precision.dynamic_loss_scale import DynamicLossScale
 from runner.precision.emulation.formats import FLOAT16, round_to_format
 from runner.training.tasks.language import Language
@@ -59,6 +55,10 @@ class Gain(nn.Module):
 
     def forward(self, x):
         return self.head(self.body(x) / self.gain)
+
+
+def verdicts(numerics):
+    return {found.precision: found for found in judge_precisions(numerics)}
 
 
 def both(numerics, kinds=("activations", "weights", "gradients")):
@@ -121,7 +121,8 @@ def test_what_activations_need_of_float16_and_bfloat16(model, value, needs):
 def test_values_past_either_end_of_float16_need_range(gain):
     numerics = seen(Gain(gain), batch())
     assert both(numerics, ["weights"]) == ["range", "none"]
-    assert format_verdict(numerics, "float16") == "lacks range"
+    assert verdicts(numerics)["16-mixed"].verdict == "too little range"
+    assert verdicts(numerics)["bf16-mixed"].verdict == "would do"
     assert numerics.reasons("float16", ["activations"])[0][0] == "body"
 
 
@@ -168,10 +169,11 @@ def test_updates_between_the_spacings_of_both_formats_need_precision():
     numerics = seen(model, batch(), lr=1 / 1200, optimizer=torch.optim.Adam)
     assert both(numerics, ["updates"]) == ["none", "precision"]
     assert numerics.worst("bfloat16", 1)[0][:3] == ("(model)", "updates", "swallowed")
-    first, second, *_ = numerics_summary(numerics).splitlines()
-    assert first == "  float16: would do"
-    assert second.startswith("  bfloat16: would do, but not to store weights in (most: ")
-    assert second.endswith(" swallowed in the updates of (model))")
+    found = verdicts(numerics)
+    assert found["16-true"] == ("16-true", "would do", "nothing is lost")
+    assert found["bf16-mixed"].verdict == "would do"
+    assert found["bf16-true"].verdict == "loss of updates"
+    assert " swallowed in the updates of (model), limit 50 %;" in found["bf16-true"].why
 
 
 @pytest.mark.parametrize("width", [8, 32])
@@ -314,19 +316,20 @@ class Shrink(torch.autograd.Function):
 def test_gradients_that_a_loss_scale_saves():
     numerics = seen(Small(1e-7), batch(), lr=1e4)
     assert numerics.sensitivity("float16") == "range"
-    found = suitable_range(numerics)
+    found = loss_scales(numerics)
     assert found is not None
-    assert format_verdict(numerics, "float16").startswith("would do with a loss scale")
-    assert format_verdict(numerics, "bfloat16").startswith("would do")
-    assert "with the loss scale in force (none) they do not fit" in loss_scale_sentence(numerics)
+    assert verdicts(numerics)["16-mixed"].verdict == "would do"
+    assert verdicts(numerics)["bf16-mixed"].verdict == "would do"
+    why = f"gradients fit only with a loss scale, from {found.least:g} to {found.greatest:g}"
+    assert verdicts(numerics)["16-true"] == ("16-true", "too little range", why)
     assert "16-mixed begins with 65536, which does." in loss_scale_sentence(numerics)
     for power, fits in ((found.least / 4, False), (found.least, True), (found.greatest, True)):
         scaled = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, power))
         assert (scaled.sensitivity("float16", ["gradients"]) == "none") == fits
         assert loss_scales(scaled) == found
+        assert verdicts(scaled)["16-true"].why == why
     over = seen(Small(1e-7), batch(), lr=1e4, scale=DynamicLossScale(CPU, 2 * found.greatest))
     assert over.reasons("float16", ["gradients"])[0][2] == "overflow"
-    assert "they do not fit" in loss_scale_sentence(over)
 
 
 @pytest.mark.parametrize(
@@ -343,5 +346,5 @@ def test_gradients_that_no_loss_scale_saves():
     apart = net(lambda net, x: net.wide(x) + net.narrow(x), **branches)
     numerics = seen(apart, batch(), lr=1e-9)
     assert loss_scales(numerics) is None
-    assert "No loss scale makes all of them fit." in loss_scale_sentence(numerics)
-    assert format_verdict(numerics, "float16") == "lacks range"
+    assert loss_scale_sentence(numerics) == "No loss scale makes all gradients fit float16."
+    assert verdicts(numerics)["16-mixed"].why == "no loss scale makes all gradients fit"
