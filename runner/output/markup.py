@@ -13,20 +13,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from rich.table import Table as TerminalTable
 
 WRAP_MIN_CHARS = 40
 """Characters above which the text of a cell may break into lines."""
-CHARACTER_REM = 0.52
-"""Width of a character in a table, in rem."""
+CHARACTER_REM = 0.54
+"""Width of a character in a table, in rem, in a wide font."""
+SMALL_CHARACTER_REM = 0.46
+"""Width of a character of a head or a note."""
+MIN_NOTE_REM = 7.0
+"""Width of a note in a column of words, see page.css."""
+MAX_WORD_CHARS = 12
+"""Characters of a note's word that may break into lines."""
 COLUMN_GAP_REM = 1.2
 """Width of the space between two columns, in rem."""
-MAX_NOTE_LINE_CHARS = 18
-"""Characters of a note that should stand on one line."""
 MIN_TERMINAL_COLUMNS = 3
 """Columns of a table in the narrowest terminal."""
 # Characters of a line of text where a table does not fit the terminal, the first that fits.
 _TEXT_LIMITS = (60, 40, 28, 20)
+LONG_CHARS = 32
+"""Characters of such a text that should stand on one line, see page.css."""
+# After the dots of a module's name; those of a number have no letter beside them.
+_BREAK = re.compile(r"(?<=[A-Za-z_]\.)|(?<=\.)(?=[A-Za-z_])")
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page inside a notebook."""
 _ORIGIN_PACKAGES = ("torch", "precision-runner")
@@ -109,13 +118,21 @@ class Table:
     @property
     def width_rem(self) -> int:
         """Return about the least width in rem that the table needs."""
-        characters = 0
+        width = 0.0
         for i, title in enumerate(self.head):
-            texts = title.split()
-            for row in self.rows:
-                texts += [row[i].text[:WRAP_MIN_CHARS], row[i].note[:MAX_NOTE_LINE_CHARS]]
-            characters += max(map(len, texts), default=0)
-        return math.ceil(characters * CHARACTER_REM + len(self.head) * COLUMN_GAP_REM)
+            cells = [row[i] for row in self.rows]
+            small = [len(word) for word in title.split()]
+            parts = [0]
+            for cell in cells:
+                small += [min(len(word), MAX_WORD_CHARS) for word in cell.note.split()]
+                parts += [min(len(part), LONG_CHARS) for part in _BREAK.split(cell.text)]
+            has_notes = i in self.words and any(cell.note for cell in cells)
+            width += COLUMN_GAP_REM + max(
+                max(parts) * CHARACTER_REM,
+                max(small, default=0) * SMALL_CHARACTER_REM,
+                MIN_NOTE_REM if has_notes else 0.0,
+            )
+        return math.ceil(width)
 
 
 @dataclass(frozen=True)
@@ -197,15 +214,23 @@ def markdown(block: Block) -> str:
         case Text(text, kind):
             return f"**{markdown_text(text)}**" if kind == "answer" else escape_line_start(text)
         case Items(items):
-            return "\n".join(
-                f"- {escape_line_start(name)}: {markdown_text(text)}" for name, text in items
-            )
+            return "\n".join(_markdown_item(name, text) for name, text in items)
         case Commands(lines):
             return "\n".join(f"- {markdown_code(line)}" for line in lines)
         case Table():
             return _markdown_table(block)
         case _:
             return ""
+
+
+def _markdown_item(name: str, text: str) -> str:
+    """Return an item of a list; a text of several lines is a block of code."""
+    lines = text.splitlines()
+    if len(lines) < 2:
+        return f"- {escape_line_start(name)}: {markdown_text(text)}"
+    # CommonMark: indented by the item's two columns and four more, text is code as it stands.
+    code = "\n".join(f"      {line}".rstrip() for line in lines)
+    return f"- {escape_line_start(name)}:\n\n{code}\n"
 
 
 def _markdown_table(table: Table) -> str:
@@ -293,7 +318,15 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
+    environment.filters["breakable"] = _breakable
     return environment.get_template("page.html.j2").render(title=title, blocks=blocks)
+
+
+def _breakable(text: str) -> "Markup":
+    """Return text as HTML, in which a line may break after the dots of a module's name."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(map(escape, _BREAK.split(text)))
 
 
 def notebook_frame(page: str) -> str:

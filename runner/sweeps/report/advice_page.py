@@ -170,7 +170,7 @@ def _looks_table(gate: GateVerdict) -> Table:
 
 
 def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
-    """Yield what the page has under the answer: the table, alternatives, the method."""
+    """Yield what the page has under the answer: the table and alternatives."""
     if gate and gate.looks:
         yield _looks_table(gate)
     if not gate:
@@ -184,8 +184,6 @@ def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
                     "precision.emulate=true tries the numbers of those that can be emulated, "
                     "without their speed."
                 )
-    yield Heading("How this was judged")
-    yield Items([*_method_notes(advice, gate)], small=True)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:
@@ -207,7 +205,7 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
             yield Commands(commands)
 
 
-def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:
+def method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) of what the table says, and of how it was judged."""
     request = advice.request
     text = (

@@ -1,7 +1,7 @@
 """Draw a sweep's charts: differences to the baseline, loss and quality over the steps, loss scales.
 
-matplotlib itself draws curves of many steps with few points, without losing the dips and peaks of a
-single step (path.simplify).
+A group of seeds is one line, the mean of its smoothed curves, in a band from the least to the
+greatest of them.
 
 matplotlib is imported inside the functions, so that a report without charts does not need it.
 """
@@ -19,6 +19,7 @@ from runner.core import RunResult, fmt, metric_names
 from runner.output.markup import LegendEntry
 from runner.output.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.report.wording import format_interval, join_names
 from runner.sweeps.verdict.compare import BASELINE, group_name
 from runner.sweeps.verdict.ranking import jobs_of
 from runner.tracking.history import Curve
@@ -31,11 +32,13 @@ Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Steps and values, both of shape [points]."""
 MAX_CROSSES = 750
 """Crosses of a curve's overflows: thousands would hide the curve and fill the page."""
-MEAN_BUCKETS = 200
-"""Buckets of a smoothed curve."""
+MAX_POINTS = 200
+"""Points of a smoothed curve."""
+WINDOW_SHARE = 0.02
+"""Share of a curve's steps over which each of its points is a mean."""
 JobCurves = Sequence[tuple[Job, Points]]
-Chart = tuple[float, Callable[["Axes"], None]]
-"""Height in inches, and what draws the chart."""
+Chart = tuple[float, Callable[["Axes"], str]]
+"""Height in inches, and what draws the chart and returns in a sentence what it shows."""
 Interval = tuple[str, str, float, float]
 """Name, colour, mean difference of the loss to the baseline's, and half-width of its interval,
 which is infinite with one seed."""
@@ -74,17 +77,29 @@ def curve_points(curve: Curve) -> Points:
     return steps, curve[2][::-1][first]
 
 
-def bucket_means(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Points:
-    """Return the mean of each of MEAN_BUCKETS buckets over its finite values, NaN without any.
+def mean_curves(curves: Sequence[Points]) -> Points:
+    """Return the running means of several curves at the steps of any of them.
 
-    Curves of at most 2 * MEAN_BUCKETS points are returned as they are.
+    Each is the mean over the finite values of WINDOW_SHARE of the steps; NaN without any.
+
+    Returns:
+        Steps, shape [at most MAX_POINTS], and means, shape [curves, steps].
     """
-    if len(steps) <= 2 * MEAN_BUCKETS:
-        return steps, values
-    finite = (part[np.isfinite(part)] for part in np.array_split(values, MEAN_BUCKETS))
-    means = [part.mean() if len(part) else np.nan for part in finite]
-    centres = [part.mean() for part in np.array_split(steps, MEAN_BUCKETS)]
-    return np.array(centres), np.array(means)
+    steps = reduce(np.union1d, (own for own, _ in curves))
+    values = np.full((len(curves), len(steps)), np.nan)
+    for row, (own, recorded) in zip(values, curves, strict=True):
+        row[np.searchsorted(steps, own)] = recorded
+    half = _half_window(steps)
+    padded = np.pad(values, ((0, 0), (half, half)), constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1, axis=1)
+    centres = np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).astype(int)
+    means = np.ma.masked_invalid(windows[:, centres]).mean(-1)
+    return steps[centres], np.ma.filled(means, np.nan)
+
+
+def _half_window(steps: NDArray[np.float64]) -> int:
+    """Return how many steps before and after a step its running mean takes."""
+    return int(len(steps) * WINDOW_SHARE / 2)
 
 
 def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
@@ -105,18 +120,13 @@ def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
 
 
 def legend_entries(data: SweepData) -> list[LegendEntry]:
-    """Return the legend: every group that the charts show, in order, and the seeds' dashes."""
+    """Return the legend: every group that the charts show, in order."""
     charts = _Charts(data)
-    styles = {}
-    seeds = []
+    names = []
     for job in charts.jobs:
         if _curves([job], "train/loss", job.result.quality, metric_names.VAL_LOSS):
-            name = group_name(job.result)
-            styles[name] = charts.style_of[name]
-            seeds.append((charts.dash(job), str(job.result.seed)))
-    by_dash = sorted(fmt.grouped(dict.fromkeys(seeds)).items())
-    if len(by_dash) > 1 and not charts.has_settings:
-        styles |= {f"seed {', '.join(of_dash)}": (INK, dash) for dash, of_dash in by_dash}
+            names.append(group_name(job.result))
+    styles = {name: charts.style_of[name] for name in names}
     # matplotlib's dash pattern is (offset, lengths).
     return [
         LegendEntry(name, colour, DASH_PATTERNS[dash][1] if dash else ())
@@ -125,10 +135,10 @@ def legend_entries(data: SweepData) -> list[LegendEntry]:
 
 
 def chart_figures(data: SweepData) -> "list[Figure]":
-    """Return each chart as a figure without a legend.
+    """Return each chart as a figure without a legend, whose label says what it shows.
 
-    Difference to the baseline, training loss, quality, loss scale: those with something to draw,
-    none if nothing was trained.
+    Difference to the baseline, training loss, its difference to the baseline's by step, quality,
+    loss scale: those with something to draw, none if nothing was trained.
     """
     return [_figure([chart]) for chart in _Charts(data).drawable()]
 
@@ -162,9 +172,10 @@ def _figure(drawn: Sequence[Chart], legend: Sequence[LegendEntry] = ()) -> "Figu
             # A dollar sign in a name would begin a formula.
             for text in box.get_texts():
                 text.set_parse_math(False)
-        for i, (_, draw) in enumerate(drawn):
-            axes = figure.add_subplot(grid[divmod(i, across)])
-            draw(axes)
+        findings = [
+            draw(figure.add_subplot(grid[divmod(i, across)])) for i, (_, draw) in enumerate(drawn)
+        ]
+    figure.set_label(" ".join(findings))
     return figure
 
 
@@ -191,7 +202,6 @@ class _Charts:
             self.baseline = self.advice.request.baseline
             self.judged = [verdict.comparison for verdict in self.advice.verdicts]
         self.style_of = group_styles(jobs_of(self.judged))
-        self.has_settings = any(dash for _, dash in self.style_of.values())
         order = [*self.style_of]
         # Without the search of mode=advise for remedies, and group by group: the narrow curves of
         # the last ones are above the wide ones.
@@ -199,21 +209,11 @@ class _Charts:
         # A recorded baseline has no job here.
         self.jobs = [job for name in order for job in by_name.get(name, ())]
         self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
-        self.seeds = sorted({job.result.seed or 0 for job in self.jobs})
-        self.joins_seeds = len(self.seeds) > len(DASH_PATTERNS)
 
-    def dash(self, job: Job) -> int:
-        """Return the index of a job's dash pattern: of its settings, if they differ between the
-        jobs, or if seeds are drawn together, else of its seed."""
-        if self.has_settings or self.joins_seeds:
-            return self.style_of[group_name(job.result)][1]
-        return self.seeds.index(job.result.seed or 0) % len(DASH_PATTERNS)
-
-    def line(self, job: Job) -> dict[str, Any]:
-        """Return how matplotlib draws a job's curve."""
-        name = group_name(job.result)
-        dash = DASH_PATTERNS[self.dash(job)]
-        return {"color": self.style_of[name][0], "ls": dash, "lw": self.line_widths[name]}
+    def line(self, name: str) -> dict[str, Any]:
+        """Return how matplotlib draws the curve of a group."""
+        colour, dash = self.style_of[name]
+        return {"color": colour, "ls": DASH_PATTERNS[dash], "lw": self.line_widths[name]}
 
     def drawable(self) -> list[Chart]:
         """Return the charts with something to draw."""
@@ -224,19 +224,44 @@ class _Charts:
             charts.append((height, partial(self.difference, intervals)))
         losses = _curves(self.jobs, "train/loss")
         if _has_line(losses):
-            charts.append((CHART_HEIGHT_INCHES, partial(self.train_loss, losses)))
+            draw = partial(self.course, "training loss", losses)
+            charts.append((CHART_HEIGHT_INCHES, draw))
+        pairs = self.paired_differences(losses)
+        if _has_line(pairs):
+            draw = partial(self.course, f"training loss minus that of {self.baseline}", pairs)
+            charts.append((CHART_HEIGHT_INCHES, partial(draw, is_difference=True)))
         # The quality that all jobs share, else the validation loss.
         names = {job.result.quality for job in self.jobs} - {""}
         keys = [*names, metric_names.VAL_LOSS] if len(names) == 1 else [metric_names.VAL_LOSS]
         for key in keys:
             qualities = _curves(self.jobs, key)
             if _has_line(qualities):
-                charts.append((CHART_HEIGHT_INCHES, partial(self.quality, qualities, key)))
+                draw = partial(self.course, plain_label(key), qualities)
+                charts.append((CHART_HEIGHT_INCHES, draw))
                 break
         scales = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
-        if scales:
+        # The table of jobs says a scale that stays.
+        if any(len(np.unique(values)) > 1 for _, (_, values) in scales):
             charts.append((CHART_HEIGHT_INCHES, partial(self.loss_scale, scales)))
         return charts
+
+    def paired_differences(self, curves: JobCurves) -> JobCurves:
+        """Return each job's curve minus the one of its baseline on the same seed and device."""
+
+        def key(name: str, job: Job) -> tuple[object, ...]:
+            return name, job.result.seed, job.result.device
+
+        compared = [c for c in self.judged if c.baseline and not c.is_baseline]
+        baselines = {c.group.name: c.baseline.name for c in compared if c.baseline}
+        points = {key(group_name(job.result), job): own for job, own in curves}
+        pairs = []
+        for job, (steps, values) in curves:
+            base = points.get(key(baselines.get(group_name(job.result), ""), job))
+            if base:
+                shared, own, other = np.intersect1d(steps, base[0], True, True)
+                with np.errstate(invalid="ignore"):
+                    pairs.append((job, (shared, values[own] - base[1][other])))
+        return pairs
 
     def intervals(self) -> list[Interval]:
         """Return the differences to the baseline that the verdicts rest on."""
@@ -252,120 +277,106 @@ class _Charts:
             for group, one in tested
         ]
 
-    def difference(self, intervals: Sequence[Interval], axes: "Axes") -> None:
+    def difference(self, intervals: Sequence[Interval], axes: "Axes") -> str:
         """Draw each mean difference to the baseline with its interval, one below the other."""
         job = next(c for c in self.judged if c.difference).group.jobs[0]
         metric, direction, sign = job.quality, job.direction, 1
         notes = "bars: 95 % interval"
+        tolerated = math.nan
         if self.advice:
             settings = self.advice.request
             metric, direction, sign = settings.metric, settings.direction, settings.sign
             notes = "bars: interval of the test"
             losses = self.advice.baseline_losses
             tolerated = settings.accepted.certain_gap(self.advice.baseline_spread, len(losses))
-            if math.isfinite(tolerated):
-                axes.axvspan(-tolerated, tolerated, color=INK, alpha=0.12, lw=0)
-                notes += "; shaded: tolerated"
         axes.axvline(0, color=INK, lw=1)
-        for row, (_, colour, value, half_width) in enumerate(intervals):
+        shown = []
+        ends = []
+        for row, (name, colour, value, half_width) in enumerate(intervals):
             error = half_width if math.isfinite(half_width) else None
             axes.errorbar(sign * value, row, xerr=error, color=colour, fmt="o", ms=5, capsize=3)
-        names, _, values, half_widths = zip(*intervals, strict=True)
+            shown.append(f"{name} {format_interval(sign * value, error or 0.0, '+')}")
+            ends.append(abs(value) + (error or 0.0))
+        names, _, _, half_widths = zip(*intervals, strict=True)
         known = [*map(math.isfinite, half_widths)]
         if not all(known):
             notes = f"{notes}; one seed has none" if any(known) else "one seed: no interval"
-        sizes = [*map(abs, values)]
-        typical = statistics.median(sizes)
-        if max(sizes) > MAX_LINEAR_RATIO * typical > 0:
-            # One bad precision would press all others together.
-            threshold = 10.0 ** math.ceil(math.log10(typical))
-            axes.set_xscale("symlog", linthresh=threshold)
-            axes.xaxis.set_major_formatter("{x:g}")
-            notes += f"; logarithmic beyond ±{threshold:g}"
-        else:
-            axes.locator_params(axis="x", nbins=5)
+        notes += _scale_differences(axes, "x", ends)
+        if math.isfinite(tolerated):
+            axes.axvline(sign * tolerated, color=INK, lw=0.6)
+            low, high = axes.get_xlim()
+            # The test is one-sided: what is better by any amount is tolerated.
+            axes.axvspan(low if sign > 0 else high, sign * tolerated, color=INK, alpha=0.12, lw=0)
+            axes.set_xlim(low, high)
+            notes += "; shaded: tolerated"
         axes.set_yticks(range(len(names)), [*map(plain_label, names)], parse_math=False)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel("lower is better" if direction == "min" else "higher is better")
-        title = f"{metric} minus that of {self.baseline}\n{notes}"
-        _set_title(axes, title, "right")
+        title = f"{metric} minus that of {self.baseline}"
+        _set_title(axes, f"{title}\n{notes}", "right")
+        return f"{title}: {join_names(shown)}."
 
-    def train_loss(self, curves: JobCurves, axes: "Axes") -> None:
-        """Draw the training loss, with means over buckets where there are many steps."""
-        # Curves of few steps are drawn as they are.
-        self._plot([(job, bucket_means(*points)) for job, points in curves], axes)
-        title = "training loss"
-        if any(len(steps) > 2 * MEAN_BUCKETS for _, (steps, _) in curves):
-            title += f" (means over 1/{MEAN_BUCKETS} of the run)"
-        self._finish(axes, title, curves, is_log=True)
-
-    def quality(self, curves: JobCurves, key: str, axes: "Axes") -> None:
-        """Draw a metric of evaluations."""
-        is_marked = all(len(steps) <= MAX_MARKED_POINTS for _, (steps, _) in curves)
-        marker = "." if is_marked else None
-        drawn = [(job, bucket_means(*points)) for job, points in curves]
-        self._plot(drawn if self.joins_seeds else curves, axes, marker=marker, ms=4)
-        is_log = key.endswith(("loss", "perplexity"))
-        self._finish(axes, plain_label(key), curves, is_log)
-
-    def _plot(self, curves: JobCurves, axes: "Axes", **marker: Any) -> None:
-        """Draw each job's curve; with more seeds than dash patterns the mean of each group's, with
-        its range."""
-        if not self.joins_seeds:
-            for job, points in curves:
-                axes.plot(*points, **self.line(job), **marker)
-            return
-        by_group = fmt.grouped((group_name(job.result), (job, points)) for job, points in curves)
-        for of_group in by_group.values():
-            line = self.line(of_group[0][0])
-            steps = reduce(np.intersect1d, (own for _, (own, _) in of_group))
-            at_steps = [values[np.searchsorted(own, steps)] for _, (own, values) in of_group]
-            every = np.ma.masked_invalid(np.stack(at_steps))
-            axes.plot(steps, every.mean(0), **line, **marker)
-            low, high = every.min(0), every.max(0)
-            axes.fill_between(steps, low, high, color=line["color"], alpha=0.15, lw=0)
-
-    def _finish(self, axes: "Axes", title: str, curves: JobCurves, is_log: bool) -> None:
-        """Set scale, title and labels; mark with a cross where a curve stopped being finite.
+    def course(
+        self, title: str, curves: JobCurves, axes: "Axes", is_difference: bool = False
+    ) -> str:
+        """Draw the mean and the range over seeds of each group's curves.
 
         Args:
-            axes: with the curves.
             title: of the chart.
             curves: each job with its points.
-            is_log: whether to scale logarithmically, if the values are positive and differ by
-                more than MIN_LOG_RATIO.
+            axes: to draw on.
+            is_difference: whether the values are differences to the baseline, else a metric.
         """
-        finite_values = np.concatenate([values[np.isfinite(values)] for _, (_, values) in curves])
-        if is_log and len(finite_values):
-            least, greatest = finite_values.min(), finite_values.max()
-            if least > 0 and greatest >= MIN_LOG_RATIO * least:
-                axes.set_yscale("log")
-                # Over many decades the numbers between the powers of ten would stand too close.
-                multiples = (1, 2, 5) if greatest < 1000 * least else (1,)
-                axes.locator_params(axis="y", subs=multiples)
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.minorticks_off()
+        if is_difference:
+            axes.axhline(0, color=INK, lw=1)
+        by_group = fmt.grouped((group_name(job.result), points) for job, points in curves)
+        shown = []
+        sizes = []
+        for name, of_group in by_group.items():
+            line = self.line(name)
+            steps, smoothed = mean_curves(of_group)
+            every = np.ma.masked_invalid(smoothed)
+            means = every.mean(0)
+            axes.plot(steps, means, **line, marker="." if len(steps) <= MAX_MARKED_POINTS else "")
+            if len(of_group) > 1:
+                band = {"color": line["color"], "alpha": 0.15, "lw": 0}
+                axes.fill_between(steps, every.min(0), every.max(0), **band)
+            if means.count():
+                known = means.compressed()
+                sizes.append(float(abs(known).max()))
+                shown.append(f"{name} {fmt.format_number(known[-1])}")
+        values = np.concatenate([points[1] for _, points in curves])
+        if is_difference:
+            _scale_differences(axes, "y", sizes)
+        elif title.endswith(("loss", "perplexity")):
+            _scale_losses(axes, values[np.isfinite(values)])
+        notes = []
+        if len(by_group) < len(curves):
+            notes.append("band: range of seeds")
+        if any(_half_window(steps) for _, (steps, _) in curves):
+            notes.append(f"smoothed over {WINDOW_SHARE:.0%} of steps".replace("%", " %"))
+        if not np.isfinite(values).all():
+            self._mark_gaps(curves, axes)
+            notes.append("✖: NaN or inf")
+        _set_title(axes, "\n".join(filter(None, [title, "; ".join(notes)])))
+        axes.set_xlabel("optimizer step")
+        return f"{title} by step, at the end: {join_names(shown)}."
+
+    def _mark_gaps(self, curves: JobCurves, axes: "Axes") -> None:
+        """Mark with a cross where each curve stopped being finite."""
         # At the upper edge: a value that is not finite has no height of its own.
         cross: dict[str, Any] = {"ms": 8, "clip_on": False, "zorder": 5}
-        has_gap = False
         for job, (steps, values) in curves:
             for step in steps[~np.isfinite(values)][:1]:
-                has_gap = True
-                colour = self.line(job)["color"]
+                colour = self.style_of[group_name(job.result)][0]
                 top = axes.get_xaxis_transform()
                 axes.plot(step, 0.97, "X", color=colour, transform=top, **cross)
-        if has_gap:
-            title += " (✖: first NaN or inf)"
-        if self.joins_seeds:
-            title += "\nmean and range over seeds"
-        _set_title(axes, title)
-        axes.set_xlabel("optimizer step")
 
-    def loss_scale(self, curves: JobCurves, axes: "Axes") -> None:
-        """Draw the loss scale, with a cross at each skipped step."""
+    def loss_scale(self, curves: JobCurves, axes: "Axes") -> str:
+        """Draw the loss scale of each job, with a cross at each skipped step."""
         has_positive = False
         for job, (steps, scales) in curves:
-            line = self.line(job)
+            line = self.line(group_name(job.result))
             has_positive |= bool((scales > 0).any())
             # A scale holds until the step that changes it.
             axes.plot(steps, scales, **line, drawstyle="steps-post")
@@ -379,6 +390,45 @@ class _Charts:
             axes.set_yscale("log", base=2)
         _set_title(axes, "loss scale (×: overflow, step skipped)")
         axes.set_xlabel("optimizer step")
+        shown = (f"{job.result.label} {fmt.format_number(one[1][-1])}" for job, one in curves)
+        return f"Loss scale by step, at the end: {join_names(shown)}."
+
+
+def _scale_losses(axes: "Axes", values: NDArray[np.float64]) -> None:
+    """Scale the axis of finite losses logarithmically, if they are positive and differ by more than
+    MIN_LOG_RATIO."""
+    least, greatest = values.min(initial=math.inf), values.max(initial=0.0)
+    if least > 0 and greatest >= MIN_LOG_RATIO * least:
+        axes.set_yscale("log")
+        # Over many decades the numbers between the powers of ten would stand too close.
+        multiples = (1, 2, 5) if greatest < 1000 * least else (1,)
+        axes.locator_params(axis="y", subs=multiples)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+
+
+def _scale_differences(axes: "Axes", which: Literal["x", "y"], sizes: Sequence[float]) -> str:
+    """Scale an axis of differences, logarithmically where one would press the others together.
+
+    Args:
+        axes: that have the axis.
+        which: of the two axes.
+        sizes: the largest magnitude of each group, finite.
+
+    Returns:
+        A note for the title; empty for a linear axis.
+    """
+    # A group that differs by nothing says nothing of the scale.
+    some = [size for size in sizes if size]
+    typical = statistics.median(some) if some else math.inf
+    if max(sizes, default=0.0) <= MAX_LINEAR_RATIO * typical:
+        axes.locator_params(axis=which, nbins=5)
+        return ""
+    threshold = 10.0 ** math.ceil(math.log10(typical))
+    set_scale = {"x": axes.set_xscale, "y": axes.set_yscale}[which]
+    set_scale("symlog", linthresh=threshold)
+    getattr(axes, f"{which}axis").set_major_formatter("{x:g}")
+    return f"; logarithmic beyond ±{threshold:g}"
 
 
 def _has_line(curves: JobCurves) -> bool:

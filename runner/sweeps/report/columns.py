@@ -34,7 +34,7 @@ from runner.sweeps.report.wording import (
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import Spread, Verdict
-from runner.tracking.result_table import change_since_training, memory_saving
+from runner.tracking.result_table import change_since_training, memory_saving, shared_settings
 
 MAX_REASON_CHARACTERS = 120
 """Characters of an error in the cell of a group's status."""
@@ -59,11 +59,13 @@ class TableFacts:
         jobs: every job of the table.
         groups: its rows in a table of groups, empty in the other tables.
         baseline: the precision that the rows are compared with.
+        recommended: one of the groups.
     """
 
     jobs: Sequence[RunResult]
     groups: Sequence[Comparison] = ()
     baseline: str = BASELINE
+    recommended: Comparison | None = None
 
     @property
     def quality(self) -> str:
@@ -75,6 +77,12 @@ class TableFacts:
     def is_evaluation(self) -> bool:
         """Return whether the jobs evaluated a checkpoint instead of training."""
         return any(job.trained_in for job in self.jobs)
+
+
+def _group_name(c: Comparison, facts: TableFacts) -> Cell:
+    """Return the name of a group, without the sweep, which has a column."""
+    job = c.group.jobs[0]
+    return Cell(job.group or job.label, note="recommended" if c is facts.recommended else "")
 
 
 def _group_status(c: Comparison, _: TableFacts) -> Cell:
@@ -199,6 +207,7 @@ class Column:
         title: the heading.
         is_shown: whether a table has the column.
         is_text: whether cells are words, aligned left, instead of numbers.
+        is_quiet: whether a table of several rows leaves it out where all cells are the same.
         in_terminal: whether the terminal's table of jobs has the column, too.
     """
 
@@ -209,6 +218,7 @@ class Column:
     title: Callable[[TableFacts], str] | None = None
     is_shown: Callable[[TableFacts], bool] = lambda _: True
     is_text: bool = False
+    is_quiet: bool = False
     in_terminal: bool = True
 
 
@@ -216,27 +226,17 @@ COLUMNS = (
     Column("job", job=lambda job, _: job.label, is_text=True),
     Column(
         "precision",
-        # Without the sweep, which has a column.
-        group=lambda c, _: c.group.jobs[0].group or c.group.jobs[0].label,
+        group=_group_name,
         verdict=lambda verdict, _: verdict.name,
         # Where other settings are swept, the names are those of jobs.
         title=lambda facts: "job" if any(c.group.settings for c in facts.groups) else "precision",
         is_text=True,
     ),
     Column("sweep", job=lambda job, _: job.sweep, group=lambda c, _: c.group.sweep, is_text=True),
-    Column(
-        "status",
-        job=lambda job, _: OUTCOME_WORDS.get(job.outcome, job.outcome),
-        group=_group_status,
-        is_text=True,
-    ),
+    Column("status", job=lambda job, _: OUTCOME_WORDS.get(job.outcome, job.outcome), is_text=True),
+    Column("status", group=_group_status, is_text=True, is_quiet=True),
     Column("verdict", verdict=_verdict_rating, is_text=True),
-    Column(
-        "device",
-        group=lambda c, _: c.group.device,
-        is_shown=lambda facts: len({c.group.device for c in facts.groups}) > 1,
-        is_text=True,
-    ),
+    Column("device", group=lambda c, _: c.group.device, is_text=True, is_quiet=True),
     Column(
         "quality",
         job=lambda job, _: job.quality_value,
@@ -319,9 +319,19 @@ COLUMNS = (
         is_text=True,
     ),
     Column("skipped", job=lambda job, _: job.skipped_steps),
-    Column("final scale", job=lambda job, _: job.loss_scale, group=lambda c, _: c.group.loss_scale),
-    Column("skipped", group=lambda c, _: c.group.skipped),
-    Column("converted", group=lambda c, _: c.group.converted),
+    Column("final scale", job=lambda job, _: job.loss_scale),
+    # A scale that no overflow has lowered is the initial one.
+    Column(
+        "final scale",
+        group=lambda c, _: c.group.loss_scale,
+        is_shown=lambda facts: any(job.skipped_steps for job in facts.jobs),
+    ),
+    Column(
+        "skipped",
+        group=lambda c, _: c.group.skipped,
+        is_shown=lambda facts: any(job.skipped_steps for job in facts.jobs),
+    ),
+    Column("converted", group=lambda c, _: c.group.converted, is_quiet=True),
     Column("best", job=lambda job, _: job.best, in_terminal=False),
     Column("step ms", job=lambda job, _: job.step_ms, in_terminal=False),
     Column("health", verdict=lambda verdict, _: health_words(verdict), is_text=True),
@@ -339,12 +349,21 @@ def jobs_table(results: Sequence[RunResult], is_terminal: bool = False) -> Table
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
     """Return the table with one row per group of seeds; the recommended group's row is marked.
 
-    The baseline stands first, groups without any result last; a page folds many of these.
+    Setting by setting the baseline stands first; groups without any result are last, and a page
+    folds many of these.
     """
-    compared = sorted(compared, key=_row_rank)
+    settings = [*dict.fromkeys(shared_settings(c.group.settings) for c in compared)]
+
+    def rank(c: Comparison) -> tuple[float, ...]:
+        has_result = bool(c.group.counts["finished"])
+        setting = settings.index(shared_settings(c.group.settings))
+        return (not has_result, setting if has_result else 0, *_row_rank(c))
+
+    compared = sorted(compared, key=rank)
     jobs = jobs_of(compared)
     is_of_two_sweeps = any(job.sweep for job in jobs)
-    facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
+    baseline = f"A's {BASELINE}" if is_of_two_sweeps else BASELINE
+    facts = TableFacts(jobs, compared, baseline, recommended)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
     table = replace(_table("group", compared, facts), marked=marked)
     count = sum(not comparison.group.counts["finished"] for comparison in compared)
@@ -354,9 +373,7 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
 
 
 def _row_rank(c: Comparison) -> tuple[int, float, float]:
-    """Return by what the rows of groups are sorted: the verdict, the speed, then the quality."""
-    if not c.group.counts["finished"]:
-        return len(_ROW_ORDER), 0.0, 0.0
+    """Return by what the groups of a setting are sorted: the verdict, the speed, the quality."""
     speed = c.speed_ratio.value if c.speed_ratio else 0.0
     if c.is_baseline:
         return -1, -speed, 0.0
@@ -373,7 +390,8 @@ def advice_table(advice: Advice) -> Table:
 def _table(
     kind: str, rows: Sequence[Any], facts: TableFacts, columns: Sequence[Column] = COLUMNS
 ) -> Table:
-    """Return a table without the columns that are not shown or have no text.
+    """Return a table without the columns that are not shown, have no text, or are quiet and say
+    the same in each row.
 
     Args:
         kind: job, group or verdict, which the rows are.
@@ -389,7 +407,8 @@ def _table(
         if not make or not column.is_shown(facts):
             continue
         cells = [_cell(make(row, facts)) for row in rows]
-        if any(cell.text for cell in cells):
+        is_constant = len(cells) > 1 and all(cell == cells[0] for cell in cells)
+        if any(cell.text for cell in cells) and not (column.is_quiet and is_constant):
             if column.is_text:
                 text_columns.add(len(titles))
             titles.append(column.title(facts) if column.title else column.name)

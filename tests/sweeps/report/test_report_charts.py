@@ -11,12 +11,12 @@ from runner.core.run.run_result import RunResult
 from runner.output.plots import plain_label, svg_element
 from runner.sweeps.report.charts import (
     MAX_CROSSES,
-    MEAN_BUCKETS,
-    bucket_means,
+    MAX_POINTS,
     chart_figures,
     curve_points,
     group_styles,
     legend_entries,
+    mean_curves,
     overview_figure,
 )
 from runner.sweeps.report.sweep_data import Job, SweepData
@@ -50,16 +50,30 @@ def axes_named(figure, start):
 def test_values_that_are_not_finite_are_gaps():
     values = np.ones(10_000)
     values[2000:4000], values[7] = np.nan, np.inf
-    steps, smoothed = bucket_means(np.arange(10_000.0), values)
-    assert len(steps) == len(smoothed) <= MEAN_BUCKETS
-    assert np.isnan(smoothed).any()
+    steps, (smoothed,) = mean_curves([(np.arange(10_000.0), values)])
+    assert len(steps) == len(smoothed) <= MAX_POINTS
     assert set(smoothed[np.isfinite(smoothed)]) == {1.0}
-    assert np.isnan(smoothed[(steps > 2010) & (steps < 3990)]).all()
+    gap = (steps > 2100) & (steps < 3900)
+    assert np.isnan(smoothed[gap]).all()
+    assert not np.isnan(smoothed[~gap & ((steps < 2000) | (steps > 4000))]).any()
 
 
-def test_a_bucket_is_drawn_as_its_mean():
-    steps, smoothed = bucket_means(np.arange(2000.0), np.arange(2000.0))
-    assert (len(smoothed), smoothed[0], steps[0]) == (MEAN_BUCKETS, 4.5, 4.5)
+def test_a_point_is_the_mean_over_two_percent_of_the_steps():
+    steps, (smoothed,) = mean_curves([(np.arange(200.0), np.arange(200.0) ** 2)])
+    assert steps.tolist() == [*range(200)]
+    # Two to each side of the middle; at the ends there are none outside.
+    assert smoothed[100] == pytest.approx(100**2 + 2)
+    assert smoothed[0] == pytest.approx((0 + 1 + 4) / 3)
+    short = np.arange(49.0)
+    assert mean_curves([(short, short)])[1].tolist() == [short.tolist()]
+
+
+def test_a_seed_that_ended_early_leaves_the_steps_of_the_others():
+    steps, values = mean_curves([curve_points(curve([1.0, 2.0, 3.0])), curve_points(curve([5.0]))])
+    assert steps.tolist() == [1, 2, 3]
+    assert values[0].tolist() == [1, 2, 3]
+    assert values[1, 0] == 5
+    assert np.isnan(values[1, 1:]).all()
 
 
 def test_a_repeated_step_has_its_last_value():
@@ -84,16 +98,36 @@ def test_every_precision_has_a_colour_of_its_own():
     assert len({colour for colour, _ in many.values()}) == 10
 
 
-def test_precisions_differ_in_colour_and_seeds_in_dashes():
+def test_each_precision_has_one_line_and_one_entry():
     data = SweepData([job(), job("b", 1), job("b")])
     entries = {entry.name: entry for entry in legend_entries(data)}
-    assert [*entries] == ["32-true", "b", "seed 0", "seed 1"]
-    assert [bool(entry.dashes) for entry in entries.values()] == [False, False, False, True]
-    first, dashed, last = axes_named(overview_figure(data), "training loss").lines
-    assert last.get_color() == dashed.get_color() == entries["b"].colour != first.get_color()
-    assert [line.get_linestyle() for line in (first, dashed, last)] == ["-", "--", "-"]
+    assert [*entries] == ["32-true", "b"]
+    first, last = axes_named(overview_figure(data), "training loss").lines
+    assert last.get_color() == entries["b"].colour != first.get_color()
     # A narrow curve hides no wide one.
     assert first.get_linewidth() > last.get_linewidth()
+
+
+def test_a_curve_is_compared_with_that_of_the_same_seed():
+    pairs = [job(seed=0, values=(3.0, 2.0)), job(seed=1, values=(5.0, 4.0)), job("c", seed=3)]
+    own = [job("b", 0, (3.5, 2.5)), job("b", 1, (5.5, 5.5)), job("b", 2, (9.0, 9.0))]
+    axes = axes_named(overview(*pairs, *own), "training loss minus that of 32-true")
+    _, line = axes.lines
+    assert line.get_ydata().tolist() == [0.5, 1.0]
+    low, high = axes.collections[0].get_datalim(axes.transData).intervaly
+    assert (low, high) == (0.5, 1.5)
+
+
+def test_a_chart_says_in_a_sentence_what_it_shows():
+    jobs = [job(), job("b", values=(3.0, 2.0, 1.5))]
+    gap, loss, by_step, quality = chart_figures(SweepData(jobs))
+    assert gap.get_label() == "val/accuracy minus that of 32-true: b +0.0000 ± 0.0000."
+    assert loss.get_label() == "training loss by step, at the end: 32-true 1 and b 1.5."
+    assert by_step.get_label().endswith("minus that of 32-true by step, at the end: b 0.5.")
+    assert quality.get_label() == "val/accuracy by step, at the end: 32-true 0.9 and b 0.9."
+    assert f'role="img" aria-label="{loss.get_label()}"' in svg_element(loss)
+    loss.set_label("")
+    assert 'aria-label="training loss"' in svg_element(loss)
 
 
 def test_a_group_without_a_curve_is_not_in_the_legend():
@@ -133,6 +167,24 @@ def test_a_bad_precision_does_not_press_the_others_together():
     assert scales == ["linear", "symlog"]
 
 
+def test_an_axis_is_linear_where_the_intervals_are_alike():
+    """Two groups that differ from the baseline by nothing say nothing of the axis."""
+    same = (0.90, 0.91, 0.92)
+    seeds = (same, same, (0.905, 0.908, 0.921), (0.899, 0.912, 0.915), (0.92, 0.88, 0.85))
+    names = ("32-true", "a", "b", "c", "d")
+    jobs = [
+        with_quality(name, quality, seed)
+        for name, qualities in zip(names, seeds, strict=True)
+        for seed, quality in enumerate(qualities)
+    ]
+    assert difference_axes(overview(*jobs)).get_xscale() == "linear"
+
+
+def test_a_loss_scale_that_stays_is_not_drawn():
+    for scales, count in (([4, 4], 4), ([4, 2], 5)):
+        assert len(chart_figures(SweepData([job(), scaled(scales, [0, 0])]))) == count
+
+
 def test_a_curve_of_one_step_is_not_drawn():
     shown = job(curves={"val/accuracy": curve([0.9])})
     titles = [axes.get_title(loc="left") for axes in overview(shown).axes]
@@ -140,7 +192,7 @@ def test_a_curve_of_one_step_is_not_drawn():
 
 
 def test_the_figure_has_a_chart_for_each_kind_of_curve():
-    for jobs, count in (([job()], 2), ([job(), job("b")], 3), ([job(), scaled([4], [0])], 4)):
+    for jobs, count in (([job()], 2), ([job(), job("b")], 4), ([job(), scaled([4], [0])], 4)):
         assert len(chart_figures(SweepData(jobs))) == count
         assert len(overview(*jobs).axes) == count
 
@@ -163,7 +215,7 @@ def test_the_axis_is_logarithmic_if_it_then_has_ticks():
 
 def test_the_first_loss_that_is_not_finite_is_marked():
     figure = overview(job(values=[3.0, 2.0, math.nan, math.inf]))
-    axes = axes_named(figure, "training loss (✖")
+    axes = axes_named(figure, "training loss\n✖")
     (mark,) = [line for line in axes.lines if line.get_marker() == "X"]
     assert mark.get_xdata()[0] == 3
     figure.draw_without_rendering()
@@ -198,7 +250,7 @@ def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
     assert axes_named(overview(shown), "val/loss").get_yscale() == "log"
 
 
-def test_more_seeds_than_dashes_are_drawn_as_their_mean_and_range():
+def test_seeds_are_drawn_as_their_mean_and_range():
     jobs = [job(seed=s, values=(3.0 + s, 2.0 + s, 1.0 + s if s else math.nan)) for s in range(5)]
     data = SweepData(jobs)
     axes = axes_named(overview_figure(data), "training loss")
@@ -207,7 +259,8 @@ def test_more_seeds_than_dashes_are_drawn_as_their_mean_and_range():
     assert cross.get_xdata() == [3]
     low, high = axes.collections[0].get_datalim(axes.transData).intervaly
     assert (low, high) == (2, 7)
-    assert axes.get_title(loc="left").endswith("mean and range over seeds")
+    title = "training loss\nband: range of seeds; ✖: NaN or inf"
+    assert axes.get_title(loc="left") == title
     assert [entry.name for entry in legend_entries(data)] == ["32-true"]
 
 
@@ -223,9 +276,10 @@ def test_an_svg_stands_alone():
         root = ElementTree.fromstring(text)
         assert root.tag.endswith("svg")
         assert not re.search(r"<script|<style|<image|<!|<\?", text)
-        ids = re.findall(r'\bid="([^"]+)"', text)
+        ids = [each.get("id") for each in root.iter() if each.get("id")]
         every += ids
-        links = re.findall(r'href="([^"]+)"', text) + re.findall(r"url\(([^)]+)\)", text)
+        tags = re.sub(' aria-label="[^"]+"', "", " ".join(re.findall("<[^>]+>", text)))
+        links = re.findall(r'href="([^"]+)"', tags) + re.findall(r"url\(([^)]+)\)", tags)
         assert links
         assert {link.lstrip("#") for link in links} <= set(ids)
         assert "#000000" not in text
