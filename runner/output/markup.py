@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -22,10 +23,8 @@ CHARACTER_REM = 0.54
 """Width of a character in a table, in rem, in a wide font."""
 SMALL_CHARACTER_REM = 0.46
 """Width of a character of a head or a note."""
-MIN_NOTE_REM = 7.0
-"""Width of a note in a column of words, see page.css."""
-MAX_WORD_CHARS = 12
-"""Characters of a note's word that may break into lines."""
+MAX_WORD_CHARS = 13
+"""Characters of a note's word that should stand on one line."""
 COLUMN_GAP_REM = 1.2
 """Width of the space between two columns, in rem."""
 MIN_TERMINAL_COLUMNS = 3
@@ -120,42 +119,22 @@ class Table:
         """Return about the least width in rem that the table needs."""
         width = 0.0
         for i, title in enumerate(self.head):
-            cells = [row[i] for row in self.rows]
-            small = [len(word) for word in title.split()]
-            parts = [0]
-            for cell in cells:
-                small += [min(len(word), MAX_WORD_CHARS) for word in cell.note.split()]
-                parts += [min(len(part), LONG_CHARS) for part in _BREAK.split(cell.text)]
-            has_notes = i in self.words and any(cell.note for cell in cells)
-            width += COLUMN_GAP_REM + max(
-                max(parts) * CHARACTER_REM,
-                max(small, default=0) * SMALL_CHARACTER_REM,
-                MIN_NOTE_REM if has_notes else 0.0,
-            )
+            small = title.split()
+            texts = [""]
+            for cell in (row[i] for row in self.rows):
+                small += [word[:MAX_WORD_CHARS] for word in cell.note.split()]
+                texts += [part[:LONG_CHARS] for part in _BREAK.split(cell.text)]
+            text_width = CHARACTER_REM * max(map(len, texts))
+            small_width = SMALL_CHARACTER_REM * max(map(len, small), default=0)
+            width += COLUMN_GAP_REM + max(text_width, small_width)
         return math.ceil(width)
 
 
 @dataclass(frozen=True)
-class LegendEntry:
-    """A line of a legend: name, colour, and lengths of dashes and gaps in line widths."""
-
-    name: str
-    colour: str
-    dashes: tuple[float, ...] = ()
-
-    @property
-    def stroke_dashes(self) -> str:
-        """Return the lengths as SVG's stroke-dasharray, in pixels."""
-        # The legend's lines are two pixels wide, about.
-        return " ".join(f"{2 * length:g}" for length in self.dashes) or "none"
-
-
-@dataclass(frozen=True)
 class Charts:
-    """SVG elements, trusted, and their legend; not in Markdown."""
+    """SVG elements, trusted; not in Markdown."""
 
     pictures: Sequence[str]
-    legend: Sequence[LegendEntry] = ()
 
 
 Block = Heading | Text | Items | Commands | Table | Charts
@@ -225,12 +204,11 @@ def markdown(block: Block) -> str:
 
 def _markdown_item(name: str, text: str) -> str:
     """Return an item of a list; a text of several lines is a block of code."""
-    lines = text.splitlines()
-    if len(lines) < 2:
-        return f"- {escape_line_start(name)}: {markdown_text(text)}"
-    # CommonMark: indented by the item's two columns and four more, text is code as it stands.
-    code = "\n".join(f"      {line}".rstrip() for line in lines)
-    return f"- {escape_line_start(name)}:\n\n{code}\n"
+    body = f" {markdown_text(text)}"
+    if "\n" in text:
+        # CommonMark: indented by the item's two columns and four more, text is code as it stands.
+        body = f"\n\n{indent(text, ' ' * 6)}\n"
+    return f"- {escape_line_start(name)}:{body}"
 
 
 def _markdown_table(table: Table) -> str:

@@ -81,7 +81,7 @@ def svg_element(figure: "Figure") -> str:
     rule = style.search(text)
     assert rule is not None
     titles = [axes.get_title(side) for axes in figure.axes for side in ("left", "center", "right")]
-    name = " ".join((figure.get_label() or " ".join(titles)).split())
+    name = " ".join(str(figure.get_label() or " ".join(titles)).split())
     # A black shape has no fill: it inherits the element's.
     look = f'fill="currentColor" style="{rule[1]}" role="img" aria-label="{html.escape(name)}"'
     if figure.get_figheight() > MAX_FLAT_RATIO * figure.get_figwidth():

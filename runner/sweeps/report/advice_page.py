@@ -178,7 +178,9 @@ def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
         yield from _alternatives(advice)
         if advice.request.unavailable:
             yield Heading("Not on this machine")
-            yield Items([*advice.request.unavailable.items()])
+            lacking = advice.request.unavailable.items()
+            reasons = fmt.grouped((why.removeprefix(f"precision={n} "), n) for n, why in lacking)
+            yield Items([(", ".join(names), why) for why, names in reasons.items()])
             if not advice.request.emulated:
                 yield Text(
                     "precision.emulate=true tries the numbers of those that can be emulated, "

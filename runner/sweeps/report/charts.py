@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.core import RunResult, fmt, metric_names
-from runner.output.markup import LegendEntry
 from runner.output.plots import CHART_WIDTH_INCHES, INK, chart_style, plain_label
 from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import format_interval, join_names
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Steps and values, both of shape [points]."""
-MAX_CROSSES = 750
-"""Crosses of a curve's overflows: thousands would hide the curve and fill the page."""
 MAX_POINTS = 200
 """Points of a smoothed curve."""
 WINDOW_SHARE = 0.02
@@ -42,6 +39,7 @@ Chart = tuple[float, Callable[["Axes"], str]]
 Interval = tuple[str, str, float, float]
 """Name, colour, mean difference of the loss to the baseline's, and half-width of its interval,
 which is infinite with one seed."""
+Scale = Literal["linear", "log", "difference"]
 Style = tuple[str, int]
 """Colour, and index of DASH_PATTERNS."""
 GROUP_COLOURS = (
@@ -55,9 +53,7 @@ invisible on white; 32-true has the colour of text."""
 DASH_PATTERNS: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 CHART_HEIGHT_INCHES = 3.1
 ROW_HEIGHT_INCHES = 0.22
-LEGEND_WIDTH_INCHES = 1.8
-LINE_WIDTHS = (2.8, 0.8)
-"""Of the first and the last group: where curves meet, the wider ones show at the sides."""
+LEGEND_CHARS = 52
 MIN_LOG_RATIO = 3
 """Greatest value over the least below which an axis is linear: a logarithmic one has a tick at 1, 2
 and 5 times each power of ten."""
@@ -119,59 +115,31 @@ def group_styles(results: Sequence[RunResult]) -> dict[str, Style]:
     return styles
 
 
-def legend_entries(data: SweepData) -> list[LegendEntry]:
-    """Return the legend: every group that the charts show, in order."""
-    charts = _Charts(data)
-    names = []
-    for job in charts.jobs:
-        if _curves([job], "train/loss", job.result.quality, metric_names.VAL_LOSS):
-            names.append(group_name(job.result))
-    styles = {name: charts.style_of[name] for name in names}
-    # matplotlib's dash pattern is (offset, lengths).
-    return [
-        LegendEntry(name, colour, DASH_PATTERNS[dash][1] if dash else ())
-        for name, (colour, dash) in styles.items()
-    ]
-
-
 def chart_figures(data: SweepData) -> "list[Figure]":
-    """Return each chart as a figure without a legend, whose label says what it shows.
+    """Return each chart as a figure, whose label says what it shows.
 
-    Difference to the baseline, training loss, its difference to the baseline's by step, quality,
-    loss scale: those with something to draw, none if nothing was trained.
+    Legend, difference to the baseline, training loss, its difference to the baseline's by step,
+    quality, loss scale: those with something to draw, none if nothing was trained.
     """
     return [_figure([chart]) for chart in _Charts(data).drawable()]
 
 
 def overview_figure(data: SweepData) -> "Figure | None":
-    """Return all charts in one figure with a legend at the right, None without any chart."""
+    """Return all charts in one figure, None without any chart."""
     drawable = _Charts(data).drawable()
-    return _figure(drawable, legend_entries(data)) if drawable else None
+    return _figure(drawable) if drawable else None
 
 
-def _figure(drawn: Sequence[Chart], legend: Sequence[LegendEntry] = ()) -> "Figure":
+def _figure(drawn: Sequence[Chart]) -> "Figure":
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     across = min(2, len(drawn))
     # The height of a row is that of its highest chart.
     heights = [max(inches for inches, _ in drawn[i : i + 2]) for i in range(0, len(drawn), 2)]
-    width = CHART_WIDTH_INCHES * across + (LEGEND_WIDTH_INCHES if legend else 0.0)
     with chart_style():
-        figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+        size = (CHART_WIDTH_INCHES * across, sum(heights))
+        figure = Figure(figsize=size, layout="constrained")
         grid = figure.add_gridspec(len(heights), across, height_ratios=heights)
-        lines = []
-        for entry in legend:
-            dash = (0, entry.dashes) if entry.dashes else "solid"
-            label = plain_label(entry.name)
-            lines.append(Line2D([], [], color=entry.colour, ls=dash, lw=1.6, label=label))
-        if legend:
-            box = figure.legend(
-                handles=lines, loc="outside right upper", frameon=False, handlelength=3
-            )
-            # A dollar sign in a name would begin a formula.
-            for text in box.get_texts():
-                text.set_parse_math(False)
         findings = [
             draw(figure.add_subplot(grid[divmod(i, across)])) for i, (_, draw) in enumerate(drawn)
         ]
@@ -179,15 +147,10 @@ def _figure(drawn: Sequence[Chart], legend: Sequence[LegendEntry] = ()) -> "Figu
     return figure
 
 
-def _curves(jobs: Sequence[Job], *keys: str) -> JobCurves:
-    """Return each job's first curve among the keys that has points; jobs without any are left
-    out."""
-    curves = []
-    for job in jobs:
-        recorded = [job.curves[key] for key in keys if key in job.curves and job.curves[key].size]
-        if recorded:
-            curves.append((job, curve_points(recorded[0])))
-    return curves
+def _curves(jobs: Sequence[Job], key: str) -> JobCurves:
+    """Return the curve of each job that has points of a metric."""
+    recorded = [(job, job.curves[key]) for job in jobs if key in job.curves]
+    return [(job, curve_points(curve)) for job, curve in recorded if curve.size]
 
 
 class _Charts:
@@ -208,42 +171,54 @@ class _Charts:
         by_name = fmt.grouped((group_name(job.result), job) for job in data.jobs)
         # A recorded baseline has no job here.
         self.jobs = [job for name in order for job in by_name.get(name, ())]
-        self.line_widths = dict(zip(order, np.linspace(*LINE_WIDTHS, len(order)), strict=True))
-
-    def line(self, name: str) -> dict[str, Any]:
-        """Return how matplotlib draws the curve of a group."""
-        colour, dash = self.style_of[name]
-        return {"color": colour, "ls": DASH_PATTERNS[dash], "lw": self.line_widths[name]}
 
     def drawable(self) -> list[Chart]:
         """Return the charts with something to draw."""
-        charts: list[Chart] = []
-        intervals = self.intervals()
-        if intervals:
-            height = 1.2 + ROW_HEIGHT_INCHES * len(intervals)
-            charts.append((height, partial(self.difference, intervals)))
         losses = _curves(self.jobs, "train/loss")
-        if _has_line(losses):
-            draw = partial(self.course, "training loss", losses)
-            charts.append((CHART_HEIGHT_INCHES, draw))
-        pairs = self.paired_differences(losses)
-        if _has_line(pairs):
-            draw = partial(self.course, f"training loss minus that of {self.baseline}", pairs)
-            charts.append((CHART_HEIGHT_INCHES, partial(draw, is_difference=True)))
+        differences = self.paired_differences(losses)
+        courses: list[tuple[str, JobCurves, Scale]] = [
+            ("training loss", losses, "log"),
+            (f"training loss minus that of {self.baseline}", differences, "difference"),
+        ]
         # The quality that all jobs share, else the validation loss.
         names = {job.result.quality for job in self.jobs} - {""}
         keys = [*names, metric_names.VAL_LOSS] if len(names) == 1 else [metric_names.VAL_LOSS]
         for key in keys:
             qualities = _curves(self.jobs, key)
             if _has_line(qualities):
-                draw = partial(self.course, plain_label(key), qualities)
-                charts.append((CHART_HEIGHT_INCHES, draw))
+                is_loss = key.endswith(("loss", "perplexity"))
+                courses.append((plain_label(key), qualities, "log" if is_loss else "linear"))
                 break
-        scales = _curves(self.jobs, "loss_scale/value", "loss_scale/changes")
-        # The table of jobs says a scale that stays.
+        scales = _curves(self.jobs, "loss_scale/value")
+        # The table of jobs has a scale that stays.
         if any(len(np.unique(values)) > 1 for _, (_, values) in scales):
-            charts.append((CHART_HEIGHT_INCHES, partial(self.loss_scale, scales)))
+            courses.append(("loss scale", scales, "log"))
+        courses = [course for course in courses if _has_line(course[1])]
+        shown = dict.fromkeys(group_name(job.result) for _, each, _ in courses for job, _ in each)
+        charts: list[Chart] = []
+        if shown:
+            # A line and the space around it are as wide as ten characters.
+            across = max(1, LEGEND_CHARS // (10 + max(map(len, shown))))
+            height = 0.2 + ROW_HEIGHT_INCHES * math.ceil(len(shown) / across)
+            charts.append((height, partial(self.legend, [*shown], across)))
+        intervals = self.intervals()
+        if intervals:
+            height = 1.2 + ROW_HEIGHT_INCHES * len(intervals)
+            charts.append((height, partial(self.difference, intervals)))
+        charts += [(CHART_HEIGHT_INCHES, partial(self.course, *course)) for course in courses]
         return charts
+
+    def legend(self, names: Sequence[str], across: int, axes: "Axes") -> str:
+        """Draw the line of each group beside its name."""
+        for name in names:
+            colour, dash = self.style_of[name]
+            axes.plot([], [], color=colour, ls=DASH_PATTERNS[dash], label=plain_label(name))
+        axes.set_axis_off()
+        box = axes.legend(loc="upper left", ncols=across, frameon=False, handlelength=3)
+        # A dollar sign in a name would begin a formula.
+        for text in box.get_texts():
+            text.set_parse_math(False)
+        return f"Lines: {', '.join(names)}."
 
     def paired_differences(self, curves: JobCurves) -> JobCurves:
         """Return each job's curve minus the one of its baseline on the same seed and device."""
@@ -316,82 +291,38 @@ class _Charts:
         _set_title(axes, f"{title}\n{notes}", "right")
         return f"{title}: {join_names(shown)}."
 
-    def course(
-        self, title: str, curves: JobCurves, axes: "Axes", is_difference: bool = False
-    ) -> str:
-        """Draw the mean and the range over seeds of each group's curves.
-
-        Args:
-            title: of the chart.
-            curves: each job with its points.
-            axes: to draw on.
-            is_difference: whether the values are differences to the baseline, else a metric.
-        """
-        if is_difference:
-            axes.axhline(0, color=INK, lw=1)
+    def course(self, title: str, curves: JobCurves, scale: Scale, axes: "Axes") -> str:
+        """Draw the mean and the range over seeds of each group's curves."""
         by_group = fmt.grouped((group_name(job.result), points) for job, points in curves)
         shown = []
         sizes = []
         for name, of_group in by_group.items():
-            line = self.line(name)
+            colour, dash = self.style_of[name]
             steps, smoothed = mean_curves(of_group)
             every = np.ma.masked_invalid(smoothed)
             means = every.mean(0)
-            axes.plot(steps, means, **line, marker="." if len(steps) <= MAX_MARKED_POINTS else "")
+            marker = "." if len(steps) <= MAX_MARKED_POINTS else ""
+            axes.plot(steps, means, color=colour, ls=DASH_PATTERNS[dash], lw=1.4, marker=marker)
             if len(of_group) > 1:
-                band = {"color": line["color"], "alpha": 0.15, "lw": 0}
-                axes.fill_between(steps, every.min(0), every.max(0), **band)
+                axes.fill_between(steps, every.min(0), every.max(0), color=colour, alpha=0.15, lw=0)
             if means.count():
                 known = means.compressed()
                 sizes.append(float(abs(known).max()))
                 shown.append(f"{name} {fmt.format_number(known[-1])}")
         values = np.concatenate([points[1] for _, points in curves])
-        if is_difference:
+        if scale == "difference":
+            axes.axhline(0, color=INK, lw=1, zorder=1)
             _scale_differences(axes, "y", sizes)
-        elif title.endswith(("loss", "perplexity")):
+        elif scale == "log":
             _scale_losses(axes, values[np.isfinite(values)])
         notes = []
         if len(by_group) < len(curves):
             notes.append("band: range of seeds")
         if any(_half_window(steps) for _, (steps, _) in curves):
             notes.append(f"smoothed over {WINDOW_SHARE:.0%} of steps".replace("%", " %"))
-        if not np.isfinite(values).all():
-            self._mark_gaps(curves, axes)
-            notes.append("✖: NaN or inf")
         _set_title(axes, "\n".join(filter(None, [title, "; ".join(notes)])))
         axes.set_xlabel("optimizer step")
         return f"{title} by step, at the end: {join_names(shown)}."
-
-    def _mark_gaps(self, curves: JobCurves, axes: "Axes") -> None:
-        """Mark with a cross where each curve stopped being finite."""
-        # At the upper edge: a value that is not finite has no height of its own.
-        cross: dict[str, Any] = {"ms": 8, "clip_on": False, "zorder": 5}
-        for job, (steps, values) in curves:
-            for step in steps[~np.isfinite(values)][:1]:
-                colour = self.style_of[group_name(job.result)][0]
-                top = axes.get_xaxis_transform()
-                axes.plot(step, 0.97, "X", color=colour, transform=top, **cross)
-
-    def loss_scale(self, curves: JobCurves, axes: "Axes") -> str:
-        """Draw the loss scale of each job, with a cross at each skipped step."""
-        has_positive = False
-        for job, (steps, scales) in curves:
-            line = self.line(group_name(job.result))
-            has_positive |= bool((scales > 0).any())
-            # A scale holds until the step that changes it.
-            axes.plot(steps, scales, **line, drawstyle="steps-post")
-            for _, (flag_steps, flags) in _curves([job], "loss_scale/overflow"):
-                overflows = flag_steps[flags > 0]
-                overflows = overflows[:: math.ceil(len(overflows) / MAX_CROSSES) or 1]
-                # The value of the curve at each overflow: the crosses are on the curve.
-                heights = scales[np.searchsorted(steps[1:], overflows, "right")]
-                axes.plot(overflows, heights, "x", color=line["color"], ms=4, mew=0.9)
-        if has_positive:
-            axes.set_yscale("log", base=2)
-        _set_title(axes, "loss scale (×: overflow, step skipped)")
-        axes.set_xlabel("optimizer step")
-        shown = (f"{job.result.label} {fmt.format_number(one[1][-1])}" for job, one in curves)
-        return f"Loss scale by step, at the end: {join_names(shown)}."
 
 
 def _scale_losses(axes: "Axes", values: NDArray[np.float64]) -> None:

@@ -6,17 +6,15 @@ mode=advise. A column has one function per kind of row that it shows. Where the 
 want a column in different places, it has an entry for each.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from textwrap import shorten
 from typing import Any
 
 from rich.table import Table as TerminalTable
 
 from runner.core import RunResult, fmt, metric_names
 from runner.diagnostics.memory.forecast import MAX_FORECAST_BATCH_SIZE
-from runner.output.markup import Cell, Table, Tone, terminal_table
+from runner.output.markup import Cell, Table, terminal_table
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
@@ -36,8 +34,6 @@ from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import Spread, Verdict
 from runner.tracking.result_table import change_since_training, memory_saving, shared_settings
 
-MAX_REASON_CHARACTERS = 120
-"""Characters of an error in the cell of a group's status."""
 MAX_OPEN_JOBS = 12
 """A page folds a longer table of jobs."""
 _ROW_ORDER = [
@@ -86,17 +82,13 @@ def _group_name(c: Comparison, facts: TableFacts) -> Cell:
 
 
 def _group_status(c: Comparison, _: TableFacts) -> Cell:
-    """Return how many jobs ended how, with the reasons."""
+    """Return how many jobs ended how; the reasons are in the list of failures below the table."""
     counts = c.group.counts
     jobs = len(c.group.jobs)
     text = outcome_words(c.group)
     if jobs > 1:
         text = ", ".join(f"{n}/{jobs} {OUTCOME_WORDS.get(one, one)}" for one, n in counts.items())
-    # The whole reasons are in the list of failures below the table.
-    first_sentences = dict.fromkeys(re.split(r"\.\s", reason)[0] for reason in c.group.reasons)
-    reason = shorten("; ".join(first_sentences), MAX_REASON_CHARACTERS, placeholder=" …")
-    tone: Tone = "quiet" if set(counts) == {"finished"} else "bad"
-    return Cell(text, tone, reason)
+    return Cell(text, "quiet" if set(counts) == {"finished"} else "bad")
 
 
 def _verdict_rating(verdict: PrecisionVerdict, _: TableFacts) -> Cell:

@@ -36,7 +36,7 @@ from runner.output.markup import (
 from runner.output.plots import svg_element
 from runner.sweeps.other_programs import BUSY_SHARE
 from runner.sweeps.report.advice_page import advice_blocks, method_notes
-from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
+from runner.sweeps.report.charts import chart_figures, curve_points, overview_figure
 from runner.sweeps.report.columns import groups_table, jobs_table
 from runner.sweeps.report.conclusion import NO_BASELINE_REASON, settings_blocks
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
@@ -99,14 +99,11 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     if data.fetch_failures:
         answer += [
             Heading("Not fetched from the store"),
-            Text(
-                "Without these artifacts the report uses the tags, last metrics and points of the "
-                "store. Make it again when they can be fetched."
-            ),
+            Text("In their place are tags, last metrics and points of the store."),
             *map(Text, data.fetch_failures),
         ]
     pictures = [svg_element(figure) for figure in chart_figures(data)]
-    charts = [Heading("Curves"), Charts(pictures, legend_entries(data))] if pictures else []
+    charts = [Heading("Curves"), Charts(pictures[:1]), Charts(pictures[1:])] if pictures else []
     details = [*_detail_blocks(data)]
 
     # Markdown cannot hold the charts: they are in report.png.
