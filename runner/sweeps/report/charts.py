@@ -288,7 +288,7 @@ class _Charts:
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel("lower is better" if direction == "min" else "higher is better")
         title = f"{metric} minus that of {self.baseline}"
-        _set_title(axes, f"{title}\n{notes}", "right")
+        axes.set_title(f"{title}\n{notes}", loc="right", parse_math=False)
         return f"{title}: {join_names(shown)}."
 
     def course(self, title: str, curves: JobCurves, scale: Scale, axes: "Axes") -> str:
@@ -320,7 +320,8 @@ class _Charts:
             notes.append("band: range of seeds")
         if any(_half_window(steps) for _, (steps, _) in curves):
             notes.append(f"smoothed over {WINDOW_SHARE:.0%} of steps".replace("%", " %"))
-        _set_title(axes, "\n".join(filter(None, [title, "; ".join(notes)])))
+        whole = "\n".join(filter(None, [title, "; ".join(notes)]))
+        axes.set_title(whole, loc="left", parse_math=False)
         axes.set_xlabel("optimizer step")
         return f"{title} by step, at the end: {join_names(shown)}."
 
@@ -365,10 +366,3 @@ def _scale_differences(axes: "Axes", which: Literal["x", "y"], sizes: Sequence[f
 def _has_line(curves: JobCurves) -> bool:
     """Return whether any curve has more than one step: a lone dot shows no course."""
     return any(len(steps) > 1 for _, (steps, _) in curves)
-
-
-def _set_title(axes: "Axes", text: str, side: Literal["left", "right"] = "left") -> None:
-    # Without a height matplotlib measures every tick label once more, to make room for a factor
-    # above a linear axis.
-    height = None if axes.get_yscale() == "linear" else 1.0
-    axes.set_title(text, loc=side, y=height, parse_math=False)

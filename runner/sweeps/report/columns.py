@@ -312,12 +312,6 @@ COLUMNS = (
     ),
     Column("skipped", job=lambda job, _: job.skipped_steps),
     Column("final scale", job=lambda job, _: job.loss_scale),
-    # A scale that no overflow has lowered is the initial one.
-    Column(
-        "final scale",
-        group=lambda c, _: c.group.loss_scale,
-        is_shown=lambda facts: any(job.skipped_steps for job in facts.jobs),
-    ),
     Column(
         "skipped",
         group=lambda c, _: c.group.skipped,

@@ -97,11 +97,8 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
     title = _page_title(data)
     answer = [*_origin(data).blocks(), *_first_blocks(data)]
     if data.fetch_failures:
-        answer += [
-            Heading("Not fetched from the store"),
-            Text("In their place are tags, last metrics and points of the store."),
-            *map(Text, data.fetch_failures),
-        ]
+        answer.append(Heading("Not fetched from the store: tags and last metrics stand for it"))
+        answer += map(Text, data.fetch_failures)
     pictures = [svg_element(figure) for figure in chart_figures(data)]
     charts = [Heading("Curves"), Charts(pictures[:1]), Charts(pictures[1:])] if pictures else []
     details = [*_detail_blocks(data)]
@@ -188,10 +185,8 @@ def _origin(data: SweepData) -> Origin:
     known = next((each for each in settings if each.config), JobSettings())
     note = known.config.get("tracking.note", "")
     # Hydra needs -m behind the overrides; typed it stands before them.
-    commands = [
-        re.sub(r"^(python -m runner) (.*) (-m|--multirun)$", r"\1 \3 \2", command)
-        for command in data.commands
-    ]
+    typed = re.compile(r"^(python -m runner) (.*) (-m|--multirun)$")
+    commands = [typed.sub(r"\1 \3 \2", command) for command in data.commands if command]
     return Origin(
         max(times, default=0.0) / 1000 or None,
         _distinct(result.device for result in data.results),
@@ -199,7 +194,7 @@ def _origin(data: SweepData) -> Origin:
         # As YAML writes None.
         "" if note == "null" else note,
         known.environment,
-        [*filter(None, commands)],
+        commands,
     )
 
 
