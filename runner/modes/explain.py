@@ -155,7 +155,7 @@ def _print_table(run: RunContext, rows: Sequence[Sequence[str]]) -> None:
         texts = ["\n".join(lines).replace(". ", "."), *others]
         cells.append([Cell(texts[i]) for i in kept])
     head = [heads[i] for i in kept]
-    shown = terminal_table(Table(head, cells, frozenset(kept)), "", width + _EDGES)
+    shown = terminal_table(Table(head, cells, frozenset(kept)), width + _EDGES)
     # Without edges: the table must fit on a screen.
     shown.show_edge, shown.pad_edge, shown.title = False, False, None
     run.console.print(shown)

@@ -10,23 +10,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from rich.table import Table as TerminalTable
 
 WRAP_MIN_CHARS = 40
 """Characters above which the text of a cell may break into lines."""
-CHARACTER_REM = 0.52
-"""Width of a character in a table, in rem."""
+CHARACTER_REM = 0.54
+"""Width of a character in a table, in rem, in a wide font."""
+SMALL_CHARACTER_REM = 0.46
+"""Width of a character of a head or a note."""
+MAX_WORD_CHARS = 13
+"""Characters of a note's word that should stand on one line."""
 COLUMN_GAP_REM = 1.2
 """Width of the space between two columns, in rem."""
-MAX_NOTE_LINE_CHARS = 18
-"""Characters of a note that should stand on one line."""
 MIN_TERMINAL_COLUMNS = 3
 """Columns of a table in the narrowest terminal."""
 # Characters of a line of text where a table does not fit the terminal, the first that fits.
 _TEXT_LIMITS = (60, 40, 28, 20)
+LONG_CHARS = 32
+"""Characters of such a text that should stand on one line, see page.css."""
+# After the dots of a module's name; those of a number have no letter beside them.
+_BREAK = re.compile(r"(?<=[A-Za-z_]\.)|(?<=\.)(?=[A-Za-z_])")
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page inside a notebook."""
 _ORIGIN_PACKAGES = ("torch", "precision-runner")
@@ -109,36 +117,24 @@ class Table:
     @property
     def width_rem(self) -> int:
         """Return about the least width in rem that the table needs."""
-        characters = 0
+        width = 0.0
         for i, title in enumerate(self.head):
-            texts = title.split()
-            for row in self.rows:
-                texts += [row[i].text[:WRAP_MIN_CHARS], row[i].note[:MAX_NOTE_LINE_CHARS]]
-            characters += max(map(len, texts), default=0)
-        return math.ceil(characters * CHARACTER_REM + len(self.head) * COLUMN_GAP_REM)
-
-
-@dataclass(frozen=True)
-class LegendEntry:
-    """A line of a legend: name, colour, and lengths of dashes and gaps in line widths."""
-
-    name: str
-    colour: str
-    dashes: tuple[float, ...] = ()
-
-    @property
-    def stroke_dashes(self) -> str:
-        """Return the lengths as SVG's stroke-dasharray, in pixels."""
-        # The legend's lines are two pixels wide, about.
-        return " ".join(f"{2 * length:g}" for length in self.dashes) or "none"
+            small = title.split()
+            texts = [""]
+            for cell in (row[i] for row in self.rows):
+                small += [word[:MAX_WORD_CHARS] for word in cell.note.split()]
+                texts += [part[:LONG_CHARS] for part in _BREAK.split(cell.text)]
+            text_width = CHARACTER_REM * max(map(len, texts))
+            small_width = SMALL_CHARACTER_REM * max(map(len, small), default=0)
+            width += COLUMN_GAP_REM + max(text_width, small_width)
+        return math.ceil(width)
 
 
 @dataclass(frozen=True)
 class Charts:
-    """SVG elements, trusted, and their legend; not in Markdown."""
+    """SVG elements, trusted; not in Markdown."""
 
     pictures: Sequence[str]
-    legend: Sequence[LegendEntry] = ()
 
 
 Block = Heading | Text | Items | Commands | Table | Charts
@@ -197,15 +193,22 @@ def markdown(block: Block) -> str:
         case Text(text, kind):
             return f"**{markdown_text(text)}**" if kind == "answer" else escape_line_start(text)
         case Items(items):
-            return "\n".join(
-                f"- {escape_line_start(name)}: {markdown_text(text)}" for name, text in items
-            )
+            return "\n".join(_markdown_item(name, text) for name, text in items)
         case Commands(lines):
             return "\n".join(f"- {markdown_code(line)}" for line in lines)
         case Table():
             return _markdown_table(block)
         case _:
             return ""
+
+
+def _markdown_item(name: str, text: str) -> str:
+    """Return an item of a list; a text of several lines is a block of code."""
+    body = f" {markdown_text(text)}"
+    if "\n" in text:
+        # CommonMark: indented by the item's two columns and four more, text is code as it stands.
+        body = f"\n\n{indent(text, ' ' * 6)}\n"
+    return f"- {escape_line_start(name)}:{body}"
 
 
 def _markdown_table(table: Table) -> str:
@@ -221,35 +224,32 @@ def _markdown_table(table: Table) -> str:
     return "\n".join([first, f"|{'|'.join(alignments)}|", *rest])
 
 
-def terminal_table(table: Table, title: str, width: int, wraps: bool = True) -> "TerminalTable":
+def terminal_table(table: Table, width: int) -> "TerminalTable":
     """Return a table for the terminal, each cell's note under its text.
 
     Where it does not fit, texts and heads take more lines, then the last columns are left out.
 
     Args:
         table: of a page.
-        title: above the table.
         width: of the terminal, in characters.
-        wraps: whether texts may take several lines, except those of the first column.
     """
-    shown = _terminal_table(table, None, wraps)
+    shown = _terminal_table(table, None)
     for limit in _TEXT_LIMITS:
         if _natural_width(shown) > width:
-            shown = _terminal_table(table, limit, wraps)
+            shown = _terminal_table(table, limit)
     while _natural_width(shown) > width and len(shown.columns) > MIN_TERMINAL_COLUMNS:
         shown.columns.pop()
-    is_cut = len(shown.columns) < len(table.head)
-    shown.title = f"{title} (all columns are in the report)" if is_cut else title
+    if len(shown.columns) < len(table.head):
+        shown.title = "(all columns are in the report)"
     return shown
 
 
-def _terminal_table(table: Table, limit: int | None, wraps: bool) -> "TerminalTable":
+def _terminal_table(table: Table, limit: int | None) -> "TerminalTable":
     """Return a table for the terminal.
 
     Args:
         table: of a page.
         limit: characters of a line in texts, which also breaks heads into lines; None for any.
-        wraps: see terminal_table.
     """
     from rich.table import Table as TerminalTable
 
@@ -259,9 +259,9 @@ def _terminal_table(table: Table, limit: int | None, wraps: bool) -> "TerminalTa
         shown.add_column(
             re.sub(" (?!×)", "\n", name) if limit else name,
             justify="left" if is_text else "right",
-            overflow="fold" if wraps else "ellipsis",
-            no_wrap=is_text and (not wraps or i == 0),
-            max_width=limit if wraps and i else None,
+            overflow="fold",
+            no_wrap=is_text and i == 0,
+            max_width=limit if i else None,
         )
     for row in table.rows:
         shown.add_row(*("\n".join(filter(None, (cell.text, cell.note))) for cell in row))
@@ -293,7 +293,15 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
+    environment.filters["breakable"] = _breakable
     return environment.get_template("page.html.j2").render(title=title, blocks=blocks)
+
+
+def _breakable(text: str) -> "Markup":
+    """Return text as HTML, in which a line may break after the dots of a module's name."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(map(escape, _BREAK.split(text)))
 
 
 def notebook_frame(page: str) -> str:

@@ -1,6 +1,7 @@
 """Convert matplotlib figures to self-contained SVG elements, and sanitise their labels."""
 
 import hashlib
+import html
 import re
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,9 @@ def chart_style() -> AbstractContextManager[None]:
 def svg_element(figure: "Figure") -> str:
     """Return a figure as an <svg> element for an HTML page, without scripts or links.
 
-    Its ids differ from those of every other figure of the page. The page shows through it.
+    Its ids differ from those of every other figure of the page. The page shows through it, and its
+    texts have the page's font. A screen reader reads the figure's label, or the titles of its
+    charts where it has none.
     """
     import io
 
@@ -62,20 +65,27 @@ def svg_element(figure: "Figure") -> str:
     target = io.StringIO()
     # The same figure gives the same text: no date, and ids that are hashed with a fixed salt.
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with rc_context({"svg.hashsalt": "report", "svg.fonttype": "path"}):
+    with rc_context({"svg.hashsalt": "report", "svg.fonttype": "none"}):
         figure.savefig(target, format="svg", metadata=no_metadata, transparent=True)
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", target.getvalue(), flags=re.DOTALL)
     text = text[text.index("<svg") :]
     # matplotlib numbers the ids of each figure alike, and a page holds many figures.
     prefix = "c" + hashlib.sha256(text.encode()).hexdigest()[:8]
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
+
+    def adapt(tag: re.Match[str]) -> str:
+        own = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", tag[0])
+        return own.replace("#000000", "currentColor").replace(f"'{FONT}'", "var(--font)")
+
     # A style element inside a page would apply to the whole page.
     style = re.compile(r'<style type="text/css">\*\{([^}]*)\}</style>')
     rule = style.search(text)
     assert rule is not None
+    titles = [axes.get_title(side) for axes in figure.axes for side in ("left", "center", "right")]
+    name = " ".join(str(figure.get_label() or " ".join(titles)).split())
     # A black shape has no fill: it inherits the element's.
-    look = f'fill="currentColor" style="{rule[1]}" role="img"'
+    look = f'fill="currentColor" style="{rule[1]}" role="img" aria-label="{html.escape(name)}"'
     if figure.get_figheight() > MAX_FLAT_RATIO * figure.get_figwidth():
         look += ' class="tall"'
-    text = style.sub("", text).replace("#000000", "currentColor")
+    # Not in texts, which hold names of users.
+    text = re.sub("<[^>]+>", adapt, style.sub("", text))
     return text.replace("<svg ", f"<svg {look} ", 1)

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 ANSWER = "Train in bf16-mixed: 1.50 × as fast as 32-true"
 WIDER_THAN_ITS_CONTAINER = """() => [...document.querySelectorAll('main, main *')]
   .filter(e => !e.closest('svg') && e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1)
+  .filter(e => getComputedStyle(e).clipPath === 'none')
   .map(e => `${e.tagName}.${e.className} ${e.textContent.slice(0, 60)}`)"""
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 WHITE = "rgb(255, 255, 255)"
@@ -75,3 +76,11 @@ def test_every_text_is_readable(address, page, scheme):
     assert min(page.evaluate(CONTRASTS)) >= 4.5
     page.emulate_media(media="print", color_scheme=scheme)
     assert page.evaluate(BACKGROUND) == WHITE
+
+
+def test_a_screen_reader_finds_heads_and_findings_on_a_phone(address, page):
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(address)
+    assert page.get_by_role("columnheader", name="val/accuracy").count() == 1
+    assert page.get_by_role("heading", name=ANSWER).count() == 1
+    assert page.get_by_role("img", name="val/accuracy minus that of 32-true: ").count() == 1

@@ -172,7 +172,7 @@ def _looks_table(gate: GateVerdict) -> Table:
 
 
 def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
-    """Yield what the page has under the answer: the table, alternatives, the method."""
+    """Yield what the page has under the answer: the table and alternatives."""
     if gate and gate.looks:
         yield _looks_table(gate)
     if not gate:
@@ -180,14 +180,14 @@ def advice_blocks(advice: Advice, gate: GateVerdict | None) -> Iterator[Block]:
         yield from _alternatives(advice)
         if advice.request.unavailable:
             yield Heading("Not on this machine")
-            yield Items([*advice.request.unavailable.items()])
+            lacking = advice.request.unavailable.items()
+            reasons = fmt.grouped((why.removeprefix(f"precision={n} "), n) for n, why in lacking)
+            yield Items([(", ".join(names), why) for why, names in reasons.items()])
             if not advice.request.emulated:
                 yield Text(
                     "precision.emulate=true tries the numbers of those that can be emulated, "
                     "without their speed."
                 )
-    yield Heading("How this was judged")
-    yield Items([*_method_notes(advice, gate)], small=True)
 
 
 def _alternatives(advice: Advice) -> Iterator[Block]:
@@ -209,7 +209,7 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
             yield Commands(commands)
 
 
-def _method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:
+def method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:
     """Yield (term, explanation) of what the table says, and of how it was judged."""
     request = advice.request
     text = (

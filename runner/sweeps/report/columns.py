@@ -6,17 +6,13 @@ mode=advise. A column has one function per kind of row that it shows. Where the 
 want a column in different places, it has an entry for each.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from textwrap import shorten
 from typing import Any
-
-from rich.table import Table as TerminalTable
 
 from runner.core import RunResult, fmt, metric_names
 from runner.diagnostics.memory.forecast import MAX_FORECAST_BATCH_SIZE
-from runner.output.markup import Cell, Table, Tone, terminal_table
+from runner.output.markup import Cell, Table
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
@@ -34,11 +30,9 @@ from runner.sweeps.report.wording import (
 from runner.sweeps.verdict.compare import BASELINE, Comparison, Group
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import Spread, Verdict
-from runner.tracking.result_table import change_since_training, memory_saving
+from runner.tracking.result_table import change_since_training, memory_saving, shared_settings
 
-MAX_REASON_CHARACTERS = 120
-"""Characters of an error in the cell of a group's status."""
-MAX_OPEN_JOBS = 12
+MAX_OPEN_JOBS = 4
 """A page folds a longer table of jobs."""
 _ROW_ORDER = [
     Verdict.BETTER,
@@ -59,11 +53,13 @@ class TableFacts:
         jobs: every job of the table.
         groups: its rows in a table of groups, empty in the other tables.
         baseline: the precision that the rows are compared with.
+        recommended: one of the groups.
     """
 
     jobs: Sequence[RunResult]
     groups: Sequence[Comparison] = ()
     baseline: str = BASELINE
+    recommended: Comparison | None = None
 
     @property
     def quality(self) -> str:
@@ -77,18 +73,20 @@ class TableFacts:
         return any(job.trained_in for job in self.jobs)
 
 
+def _group_name(c: Comparison, facts: TableFacts) -> Cell:
+    """Return the name of a group, without the sweep, which has a column."""
+    job = c.group.jobs[0]
+    return Cell(job.group or job.label, note="recommended" if c is facts.recommended else "")
+
+
 def _group_status(c: Comparison, _: TableFacts) -> Cell:
-    """Return how many jobs ended how, with the reasons."""
+    """Return how many jobs ended how; the reasons are in the list of failures below the table."""
     counts = c.group.counts
     jobs = len(c.group.jobs)
     text = outcome_words(c.group)
     if jobs > 1:
         text = ", ".join(f"{n}/{jobs} {OUTCOME_WORDS.get(one, one)}" for one, n in counts.items())
-    # The whole reasons are in the list of failures below the table.
-    first_sentences = dict.fromkeys(re.split(r"\.\s", reason)[0] for reason in c.group.reasons)
-    reason = shorten("; ".join(first_sentences), MAX_REASON_CHARACTERS, placeholder=" …")
-    tone: Tone = "quiet" if set(counts) == {"finished"} else "bad"
-    return Cell(text, tone, reason)
+    return Cell(text, "quiet" if set(counts) == {"finished"} else "bad")
 
 
 def _verdict_rating(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
@@ -199,7 +197,7 @@ class Column:
         title: the heading.
         is_shown: whether a table has the column.
         is_text: whether cells are words, aligned left, instead of numbers.
-        in_terminal: whether the terminal's table of jobs has the column, too.
+        is_quiet: whether a table of several rows leaves it out where all cells are the same.
     """
 
     name: str
@@ -209,34 +207,24 @@ class Column:
     title: Callable[[TableFacts], str] | None = None
     is_shown: Callable[[TableFacts], bool] = lambda _: True
     is_text: bool = False
-    in_terminal: bool = True
+    is_quiet: bool = False
 
 
 COLUMNS = (
     Column("job", job=lambda job, _: job.label, is_text=True),
     Column(
         "precision",
-        # Without the sweep, which has a column.
-        group=lambda c, _: c.group.jobs[0].group or c.group.jobs[0].label,
+        group=_group_name,
         verdict=lambda verdict, _: verdict.name,
         # Where other settings are swept, the names are those of jobs.
         title=lambda facts: "job" if any(c.group.settings for c in facts.groups) else "precision",
         is_text=True,
     ),
     Column("sweep", job=lambda job, _: job.sweep, group=lambda c, _: c.group.sweep, is_text=True),
-    Column(
-        "status",
-        job=lambda job, _: OUTCOME_WORDS.get(job.outcome, job.outcome),
-        group=_group_status,
-        is_text=True,
-    ),
+    Column("status", job=lambda job, _: OUTCOME_WORDS.get(job.outcome, job.outcome), is_text=True),
+    Column("status", group=_group_status, is_text=True, is_quiet=True),
     Column("verdict", verdict=_verdict_rating, is_text=True),
-    Column(
-        "device",
-        group=lambda c, _: c.group.device,
-        is_shown=lambda facts: len({c.group.device for c in facts.groups}) > 1,
-        is_text=True,
-    ),
+    Column("device", group=lambda c, _: c.group.device, is_text=True, is_quiet=True),
     Column(
         "quality",
         job=lambda job, _: job.quality_value,
@@ -319,19 +307,22 @@ COLUMNS = (
         is_text=True,
     ),
     Column("skipped", job=lambda job, _: job.skipped_steps),
-    Column("final scale", job=lambda job, _: job.loss_scale, group=lambda c, _: c.group.loss_scale),
-    Column("skipped", group=lambda c, _: c.group.skipped),
-    Column("converted", group=lambda c, _: c.group.converted),
-    Column("best", job=lambda job, _: job.best, in_terminal=False),
-    Column("step ms", job=lambda job, _: job.step_ms, in_terminal=False),
+    Column("final scale", job=lambda job, _: job.loss_scale),
+    Column(
+        "skipped",
+        group=lambda c, _: c.group.skipped,
+        is_shown=lambda facts: any(job.skipped_steps for job in facts.jobs),
+    ),
+    Column("converted", group=lambda c, _: c.group.converted, is_quiet=True),
+    Column("best", job=lambda job, _: job.best),
+    Column("step ms", job=lambda job, _: job.step_ms),
     Column("health", verdict=lambda verdict, _: health_words(verdict), is_text=True),
 )
 
 
-def jobs_table(results: Sequence[RunResult], is_terminal: bool = False) -> Table:
+def jobs_table(results: Sequence[RunResult]) -> Table:
     """Return the table with one row per job."""
-    columns = [column for column in COLUMNS if column.in_terminal or not is_terminal]
-    table = _table("job", results, TableFacts(results), columns)
+    table = _table("job", results, TableFacts(results))
     folded = len(results) if len(results) > MAX_OPEN_JOBS else 0
     return replace(table, folded=folded, fold_title=f"{len(results)} jobs")
 
@@ -339,12 +330,21 @@ def jobs_table(results: Sequence[RunResult], is_terminal: bool = False) -> Table
 def groups_table(compared: Sequence[Comparison], recommended: Comparison | None) -> Table:
     """Return the table with one row per group of seeds; the recommended group's row is marked.
 
-    The baseline stands first, groups without any result last; a page folds many of these.
+    Setting by setting the baseline stands first; groups without any result are last, and a page
+    folds many of these.
     """
-    compared = sorted(compared, key=_row_rank)
+    settings = [*dict.fromkeys(shared_settings(c.group.settings) for c in compared)]
+
+    def rank(c: Comparison) -> tuple[float, ...]:
+        has_result = bool(c.group.counts["finished"])
+        setting = settings.index(shared_settings(c.group.settings))
+        return (not has_result, setting if has_result else 0, *_row_rank(c))
+
+    compared = sorted(compared, key=rank)
     jobs = jobs_of(compared)
     is_of_two_sweeps = any(job.sweep for job in jobs)
-    facts = TableFacts(jobs, compared, f"A's {BASELINE}" if is_of_two_sweeps else BASELINE)
+    baseline = f"A's {BASELINE}" if is_of_two_sweeps else BASELINE
+    facts = TableFacts(jobs, compared, baseline, recommended)
     marked = next((i for i, c in enumerate(compared) if c is recommended), None)
     table = replace(_table("group", compared, facts), marked=marked)
     count = sum(not comparison.group.counts["finished"] for comparison in compared)
@@ -354,9 +354,7 @@ def groups_table(compared: Sequence[Comparison], recommended: Comparison | None)
 
 
 def _row_rank(c: Comparison) -> tuple[int, float, float]:
-    """Return by what the rows of groups are sorted: the verdict, the speed, then the quality."""
-    if not c.group.counts["finished"]:
-        return len(_ROW_ORDER), 0.0, 0.0
+    """Return by what the groups of a setting are sorted: the verdict, the speed, the quality."""
     speed = c.speed_ratio.value if c.speed_ratio else 0.0
     if c.is_baseline:
         return -1, -speed, 0.0
@@ -373,7 +371,8 @@ def advice_table(advice: Advice) -> Table:
 def _table(
     kind: str, rows: Sequence[Any], facts: TableFacts, columns: Sequence[Column] = COLUMNS
 ) -> Table:
-    """Return a table without the columns that are not shown or have no text.
+    """Return a table without the columns that are not shown, have no text, or are quiet and say
+    the same in each row.
 
     Args:
         kind: job, group or verdict, which the rows are.
@@ -389,7 +388,8 @@ def _table(
         if not make or not column.is_shown(facts):
             continue
         cells = [_cell(make(row, facts)) for row in rows]
-        if any(cell.text for cell in cells):
+        is_constant = len(cells) > 1 and all(cell == cells[0] for cell in cells)
+        if any(cell.text for cell in cells) and not (column.is_quiet and is_constant):
             if column.is_text:
                 text_columns.add(len(titles))
             titles.append(column.title(facts) if column.title else column.name)
@@ -404,12 +404,3 @@ def _cell(value: Value) -> Cell:
         low, high = map(fmt.format_number, (value.low, value.high))
         return Cell(low if low == high else f"{low} to {high}")
     return Cell(value if isinstance(value, str) else fmt.format_number(value))
-
-
-def sweep_table(results: Sequence[RunResult], width: int) -> TerminalTable:
-    """Return the table of a sweep for a terminal of a width, one row per job."""
-    precisions = sorted({result.trained_in for result in results} - {""})
-    title = "sweep"
-    if precisions:
-        title = f"sweep; change: from the checkpoint's own {', '.join(precisions)}"
-    return terminal_table(jobs_table(results, is_terminal=True), title, width, wraps=False)

@@ -64,8 +64,8 @@ MAX_CLAUSES = 2
 MAX_PARTS = 12
 """Settings or devices whose conclusions stand under an answer."""
 _BEST_NOTE = (
-    "best: measurably better than every other precision of its column (t tests of the differences "
-    "over seeds, at 5 % for all of them together). A column without a mark has no measurable best."
+    "best: measurably better than every other precision of its row (t tests of the differences "
+    "over seeds, at 5 % for all of them together). A row without a mark has no measurable best."
 )
 Grid = Mapping[str, Mapping[str, Comparison]]
 """The groups of one device by setting, then by precision; combinations that were not swept are
@@ -486,11 +486,12 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
         if len(grids) > 1:
             yield Text(f"On {device or 'an unknown device'}:")
         best = [_measured_best([*column.values()]) for column in grid.values()]
+        names = _precisions(grid)
         rows = []
-        for row in _precisions(grid):
-            cells = [_quality_cell(column.get(row), best) for column in grid.values()]
-            rows.append([Cell(row), *cells])
-        yield Table(["precision", *grid], rows)
+        for setting, column in grid.items():
+            cells = [_quality_cell(column.get(name), best) for name in names]
+            rows.append([Cell(setting or "default"), *cells])
+        yield Table(["setting", *names], rows)
         if any(best):
             yield Text(_BEST_NOTE, "small")
     if has_several_models([comparison.group for comparison in compared]):

@@ -46,15 +46,7 @@ if TYPE_CHECKING:
 
 JOB_RESULTS_FOLDER = "jobs"
 """Folder of the parent run's artifacts that holds the lists of results."""
-_CURVE_METRICS = (
-    "train/loss",
-    "val/loss",
-    "val/accuracy",
-    "val/perplexity",
-    "val/iou",
-    "loss_scale/changes",
-    "loss_scale/overflow",
-)
+_CURVE_METRICS = ("train/loss", "val/loss", "val/accuracy", "val/perplexity", "val/iou")
 _STATUS_BY_RUN_STATUS: dict[str, run_result.Status] = {
     "FINISHED": "finished",
     "FAILED": "failed",

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from runner.output.markup import (
     Commands,
     Heading,
     Items,
+    Origin,
     Table,
     Text,
     markdown,
@@ -34,11 +36,11 @@ from runner.output.markup import (
 )
 from runner.output.plots import svg_element
 from runner.sweeps.other_programs import BUSY_SHARE
-from runner.sweeps.report.advice_page import advice_blocks
-from runner.sweeps.report.charts import chart_figures, curve_points, legend_entries, overview_figure
+from runner.sweeps.report.advice_page import advice_blocks, method_notes
+from runner.sweeps.report.charts import chart_figures, curve_points, overview_figure
 from runner.sweeps.report.columns import advice_table, groups_table, jobs_table
 from runner.sweeps.report.conclusion import NO_BASELINE_REASON, settings_blocks
-from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 from runner.sweeps.report.wording import OUTCOME_WORDS, cast_note, common_verdict, join_names
 from runner.sweeps.verdict.compare import (
     BASELINE,
@@ -94,21 +96,12 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
         OSError: the folder cannot be written to.
     """
     title = _page_title(data)
-    if data.advice:
-        answer = [*_answer_blocks(data), *advice_blocks(data.advice, data.gate)]
-    else:
-        answer = [*_compared_blocks(data)]
+    answer = [*_origin(data).blocks(), *_first_blocks(data)]
     if data.fetch_failures:
-        answer += [
-            Heading("Not fetched from the store"),
-            Text(
-                "Without these artifacts the report uses the tags, last metrics and points of the "
-                "store. Make it again when they can be fetched."
-            ),
-            *map(Text, data.fetch_failures),
-        ]
+        answer.append(Heading("Not fetched from the store: tags and last metrics stand for it"))
+        answer += map(Text, data.fetch_failures)
     pictures = [svg_element(figure) for figure in chart_figures(data)]
-    charts = [Heading("Curves"), Charts(pictures, legend_entries(data))] if pictures else []
+    charts = [Heading("Curves"), Charts(pictures[:1]), Charts(pictures[1:])] if pictures else []
     details = [*_detail_blocks(data)]
 
     # Markdown cannot hold the charts: they are in report.png.
@@ -155,9 +148,9 @@ def print_answer(console: Console, data: SweepData) -> None:
         console.print("Stopped. Results so far:")
     if not data.advice:
         table = groups_table(data.compared, answer.pick)
-        console.print(terminal_table(table, "", console.width))
+        console.print(terminal_table(table, console.width))
     elif not data.gate:
-        console.print(terminal_table(advice_table(data.advice), "", console.width))
+        console.print(terminal_table(advice_table(data.advice), console.width))
     # In a file or pipe a sentence stays on one line, for those who search it.
     is_whole = not console.is_terminal
     console.print(f"\n{answer.sentence}", style="bold", soft_wrap=is_whole)
@@ -170,9 +163,7 @@ def print_answer(console: Console, data: SweepData) -> None:
 
 def advice_html(data: SweepData) -> str:
     """Return the answer of mode=advise as a notebook shows it."""
-    assert data.advice
-    blocks = [*_answer_blocks(data), *advice_blocks(data.advice, data.gate)]
-    return notebook_frame(to_html("mode=advise", blocks))
+    return notebook_frame(to_html("mode=advise", [*_first_blocks(data), *_method_blocks(data)]))
 
 
 def _page_title(data: SweepData) -> str:
@@ -206,6 +197,39 @@ def swept_keys(results: Sequence[RunResult]) -> list[str]:
     return swept
 
 
+def _origin(data: SweepData) -> Origin:
+    """Return when and where the sweep ended, and from what.
+
+    A report from a folder and one from the store say the same: the time is that of the newest
+    recorded metric, for files have other times.
+    """
+    times = (curve[1].max() for job in data.jobs for curve in job.curves.values() if curve.size)
+    settings = (job.read_settings() for job in data.jobs)
+    known = next((each for each in settings if each.config), JobSettings())
+    note = known.config.get("tracking.note", "")
+    # Hydra needs -m behind the overrides; typed it stands before them.
+    typed = re.compile(r"^(python -m runner) (.*) (-m|--multirun)$")
+    commands = [typed.sub(r"\1 \3 \2", command) for command in data.commands if command]
+    return Origin(
+        max(times, default=0.0) / 1000 or None,
+        _distinct(result.device for result in data.results),
+        f"sweep {data.sweep_id}" if data.sweep_id else "",
+        # As YAML writes None.
+        "" if note == "null" else note,
+        known.environment,
+        commands,
+    )
+
+
+def _first_blocks(data: SweepData) -> Iterator[Block]:
+    """Yield what a reader in a hurry reads: the answer and the table."""
+    if not data.advice:
+        yield from _compared_blocks(data)
+        return
+    yield from _answer_blocks(data)
+    yield from advice_blocks(data.advice, data.gate)
+
+
 def _distinct(names: Iterable[str]) -> str:
     """Return the names that are not empty, each once, in their order."""
     return ", ".join(dict.fromkeys(filter(None, names)))
@@ -223,17 +247,13 @@ def _answer_blocks(data: SweepData) -> Iterator[Block]:
 
 
 def _compared_blocks(data: SweepData) -> Iterator[Block]:
-    """Yield what a reader in a hurry reads of a sweep that the user laid out: the answer and the
-    table of groups."""
+    """Yield the answer and the table of groups of a sweep that the user laid out."""
     compared = data.compared
-    groups = [comparison.group for comparison in compared]
-    finished = sum(group.counts["finished"] for group in groups)
+    finished = sum(comparison.group.counts["finished"] for comparison in compared)
     # The number of jobs is not known of every sweep; then those that began are counted.
     job_count = max(data.job_count, len(data.jobs))
-    count = f"{finished} of {job_count} jobs finished"
-    devices = _distinct(group.device for group in groups)
-    sweep = f"sweep {data.sweep_id}" if data.sweep_id else ""
-    yield Text(" · ".join(filter(None, [count, devices, sweep])), "small")
+    if finished < job_count:
+        yield Text(f"{finished} of {job_count} jobs finished", "small")
     yield from map(Text, data.notes)
     yield from _answer_blocks(data)
     if not compared:
@@ -251,7 +271,7 @@ def _compared_blocks(data: SweepData) -> Iterator[Block]:
 
 
 def _detail_blocks(data: SweepData) -> Iterator[Block]:
-    """Yield what stands under the charts: failures, every job, the commands, the method."""
+    """Yield what stands under the charts: failures, every job, the method."""
     failed = [job for job in data.jobs if job.result.outcome != "finished"]
     failures = fmt.grouped((_failure_reason(job), job_name(job.result)) for job in failed).items()
     if failures:
@@ -269,18 +289,23 @@ def _detail_blocks(data: SweepData) -> Iterator[Block]:
     if data.jobs:
         yield Heading("Every job")
         yield jobs_table(data.results)
-    if data.commands:
-        yield Heading("Commands")
-        yield Commands(data.commands)
-    # mode=advise judges by a test of its own, which advice_page explains.
-    if not data.request and any(c.group.finished_count for c in data.compared):
+    yield from _method_blocks(data)
+
+
+def _method_blocks(data: SweepData) -> Iterator[Block]:
+    """Yield how the numbers of the page were measured and judged."""
+    if data.advice:
+        yield Heading("How this was judged")
+        yield Items([*method_notes(data.advice, data.gate)], small=True)
+    elif any(c.group.finished_count for c in data.compared):
         yield Heading("How this was compared")
         notes = []
         for footnote in FOOTNOTES:
             # A report gets the note of a number only if it shows such a number.
             if any(map(footnote.is_shown_by, data.compared)):
                 text = footnote.text
-                notes.append((footnote.term, text if isinstance(text, str) else text(data)))
+                whole = text if isinstance(text, str) else text(data)
+                notes.append((footnote.term, " ".join(whole.split())))
         yield Items(notes, small=True)
 
 
@@ -289,7 +314,8 @@ def _failure_reason(job: Job) -> str:
     result = job.result
     words = OUTCOME_WORDS.get(result.outcome, result.outcome)
     if result.error:
-        return f"{words}: {result.error}"
+        # Jobs of several precisions that lack the same thing have one entry.
+        return f"{words}: {result.error.removeprefix(f'precision={result.precision} ')}"
     if result.outcome != "diverged":
         return words
     pairs = (f"{name} {fmt.format_number(value)}" for name, value in result.metrics.items())

@@ -274,9 +274,10 @@ def test_the_report_has_the_next_command_and_the_method(tmp_path: Path) -> None:
     text = paths[0].read_text()
     assert text.startswith("# Which precision for mlp?")
     assert "python -m runner model=mlp precision=bf16-mixed" in text
+    assert text.index("## Every job") < text.index("## How this was judged")
     assert "Student 1908" in text
     assert "not a whole training" in paths[1].read_text()
-    assert len(list(advice_blocks(rank_precisions([j.result for j in jobs], ASKED), None))) == 5
+    assert len(list(advice_blocks(rank_precisions([j.result for j in jobs], ASKED), None))) == 3
 
 
 def test_settings_read_back_from_their_file_and_a_damaged_file_has_none(tmp_path: Path) -> None:
@@ -344,6 +345,12 @@ def test_advise_and_gate_draw_the_intervals_of_their_tests() -> None:
         axes = chart_figures(data)[0].axes[0]
         assert axes.get_title(loc="right").endswith("interval of the test; shaded: tolerated")
         assert [tick.get_text() for tick in axes.get_yticklabels()] == [*rows]
+        # What is better by any amount is tolerated: the shade begins at the axis' end.
+        (shade,) = axes.patches
+        assert shade.get_x() == axes.get_xlim()[0]
+        assert shade.get_x() + shade.get_width() == pytest.approx(
+            data.advice.request.accepted.certain_gap(data.advice.baseline_spread, 5)
+        )
         ends = [bars.get_segments()[0][:, 0].tolist() for bars in axes.collections]
         assert ends == [pytest.approx([gap - half, gap + half]) for gap, half in rows.values()]
 

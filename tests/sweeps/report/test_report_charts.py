@@ -10,13 +10,11 @@ from job_results import finished
 from runner.core.run.run_result import RunResult
 from runner.output.plots import plain_label, svg_element
 from runner.sweeps.report.charts import (
-    MAX_CROSSES,
-    MEAN_BUCKETS,
-    bucket_means,
+    MAX_POINTS,
     chart_figures,
     curve_points,
     group_styles,
-    legend_entries,
+    mean_curves,
     overview_figure,
 )
 from runner.sweeps.report.sweep_data import Job, SweepData
@@ -34,9 +32,8 @@ def job(precision="32-true", seed=0, values=(3.0, 2.0, 1.0), **more):
     return Job(replace(finished(precision, seed), **more), shown | curves)
 
 
-def scaled(values, flags, **more):
-    curves = {"loss_scale/value": curve(values), "loss_scale/overflow": curve(flags)}
-    return job("16-mixed", curves=curves, **more)
+def scaled(values, **more):
+    return job("16-mixed", curves={"loss_scale/value": curve(values)}, **more)
 
 
 def overview(*jobs):
@@ -50,16 +47,30 @@ def axes_named(figure, start):
 def test_values_that_are_not_finite_are_gaps():
     values = np.ones(10_000)
     values[2000:4000], values[7] = np.nan, np.inf
-    steps, smoothed = bucket_means(np.arange(10_000.0), values)
-    assert len(steps) == len(smoothed) <= MEAN_BUCKETS
-    assert np.isnan(smoothed).any()
+    steps, (smoothed,) = mean_curves([(np.arange(10_000.0), values)])
+    assert len(steps) == len(smoothed) <= MAX_POINTS
     assert set(smoothed[np.isfinite(smoothed)]) == {1.0}
-    assert np.isnan(smoothed[(steps > 2010) & (steps < 3990)]).all()
+    gap = (steps > 2100) & (steps < 3900)
+    assert np.isnan(smoothed[gap]).all()
+    assert not np.isnan(smoothed[~gap & ((steps < 2000) | (steps > 4000))]).any()
 
 
-def test_a_bucket_is_drawn_as_its_mean():
-    steps, smoothed = bucket_means(np.arange(2000.0), np.arange(2000.0))
-    assert (len(smoothed), smoothed[0], steps[0]) == (MEAN_BUCKETS, 4.5, 4.5)
+def test_a_point_is_the_mean_over_two_percent_of_the_steps():
+    steps, (smoothed,) = mean_curves([(np.arange(200.0), np.arange(200.0) ** 2)])
+    assert steps.tolist() == [*range(200)]
+    # Two to each side of the middle; at the ends there are none outside.
+    assert smoothed[100] == pytest.approx(100**2 + 2)
+    assert smoothed[0] == pytest.approx((0 + 1 + 4) / 3)
+    short = np.arange(49.0)
+    assert mean_curves([(short, short)])[1].tolist() == [short.tolist()]
+
+
+def test_a_seed_that_ended_early_leaves_the_steps_of_the_others():
+    steps, values = mean_curves([curve_points(curve([1.0, 2.0, 3.0])), curve_points(curve([5.0]))])
+    assert steps.tolist() == [1, 2, 3]
+    assert values[0].tolist() == [1, 2, 3]
+    assert values[1, 0] == 5
+    assert np.isnan(values[1, 1:]).all()
 
 
 def test_a_repeated_step_has_its_last_value():
@@ -84,21 +95,49 @@ def test_every_precision_has_a_colour_of_its_own():
     assert len({colour for colour, _ in many.values()}) == 10
 
 
-def test_precisions_differ_in_colour_and_seeds_in_dashes():
+def legend(data):
+    """The names of the legend's lines, and their colours."""
+    figures = chart_figures(data)
+    (box,) = [axes.get_legend() for each in figures for axes in each.axes if axes.get_legend()]
+    colours = [line.get_color() for line in box.get_lines()]
+    return dict(zip([text.get_text() for text in box.get_texts()], colours, strict=True))
+
+
+def test_each_precision_has_one_line_and_one_entry():
     data = SweepData([job(), job("b", 1), job("b")])
-    entries = {entry.name: entry for entry in legend_entries(data)}
-    assert [*entries] == ["32-true", "b", "seed 0", "seed 1"]
-    assert [bool(entry.dashes) for entry in entries.values()] == [False, False, False, True]
-    first, dashed, last = axes_named(overview_figure(data), "training loss").lines
-    assert last.get_color() == dashed.get_color() == entries["b"].colour != first.get_color()
-    assert [line.get_linestyle() for line in (first, dashed, last)] == ["-", "--", "-"]
-    # A narrow curve hides no wide one.
-    assert first.get_linewidth() > last.get_linewidth()
+    colours = legend(data)
+    assert [*colours] == ["32-true", "b"]
+    lines = axes_named(overview_figure(data), "training loss").lines
+    assert [line.get_color() for line in lines] == [*colours.values()]
+    assert len({*colours.values()}) == 2
+
+
+def test_a_curve_is_compared_with_that_of_the_same_seed():
+    pairs = [job(seed=0, values=(3.0, 2.0)), job(seed=1, values=(5.0, 4.0)), job("c", seed=3)]
+    own = [job("b", 0, (3.5, 2.5)), job("b", 1, (5.5, 5.5)), job("b", 2, (9.0, 9.0))]
+    axes = axes_named(overview(*pairs, *own), "training loss minus that of 32-true")
+    line, _ = axes.lines
+    assert [*line.get_ydata()] == [0.5, 1.0]
+    low, high = axes.collections[0].get_datalim(axes.transData).intervaly
+    assert (low, high) == (0.5, 1.5)
+
+
+def test_a_chart_says_in_a_sentence_what_it_shows():
+    jobs = [job(), job("b", values=(3.0, 2.0, 1.5))]
+    names, gap, loss, by_step, quality = chart_figures(SweepData(jobs))
+    assert gap.get_label() == "val/accuracy minus that of 32-true: b +0.0000 ± 0.0000."
+    assert names.get_label() == "Lines: 32-true, b."
+    assert loss.get_label() == "training loss by step, at the end: 32-true 1, b 1.5."
+    assert by_step.get_label().endswith("minus that of 32-true by step, at the end: b 0.5.")
+    assert quality.get_label() == "val/accuracy by step, at the end: 32-true 0.9, b 0.9."
+    assert f'role="img" aria-label="{loss.get_label()}"' in svg_element(loss)
+    loss.set_label("")
+    assert 'aria-label="training loss"' in svg_element(loss)
 
 
 def test_a_group_without_a_curve_is_not_in_the_legend():
     refused = replace(job("b"), curves={"memory/weights_mib": curve([9.0])})
-    assert [entry.name for entry in legend_entries(SweepData([job(), refused]))] == ["32-true"]
+    assert [*legend(SweepData([job(), refused]))] == ["32-true"]
 
 
 def with_quality(precision, quality, seed=0):
@@ -113,7 +152,7 @@ def test_the_first_chart_has_each_difference_with_its_interval():
     qualities = [("32-true", 0.90), ("32-true", 0.91), ("b", 0.92), ("b", 0.91), ("c", 0.5)]
     data = SweepData([with_quality(*one, seed=i % 2) for i, one in enumerate(qualities)])
     b, _ = (c.difference for c in compare_with_baselines(data.results) if not c.is_baseline)
-    axes = chart_figures(data)[0].axes[0]
+    axes = chart_figures(data)[1].axes[0]
     title = "val/accuracy minus that of 32-true\nbars: 95 % interval; one seed has none"
     assert axes.get_title(loc="right") == title
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["b", "c"]
@@ -133,14 +172,32 @@ def test_a_bad_precision_does_not_press_the_others_together():
     assert scales == ["linear", "symlog"]
 
 
+def test_an_axis_is_linear_where_the_intervals_are_alike():
+    """Two groups that differ from the baseline by nothing say nothing of the axis."""
+    same = (0.90, 0.91, 0.92)
+    seeds = (same, same, (0.905, 0.908, 0.921), (0.899, 0.912, 0.915), (0.92, 0.88, 0.85))
+    names = ("32-true", "a", "b", "c", "d")
+    jobs = [
+        with_quality(name, quality, seed)
+        for name, qualities in zip(names, seeds, strict=True)
+        for seed, quality in enumerate(qualities)
+    ]
+    assert difference_axes(overview(*jobs)).get_xscale() == "linear"
+
+
+def test_a_loss_scale_that_stays_is_not_drawn():
+    for scales, count in (([4, 4], 5), ([4, 2], 6)):
+        assert len(chart_figures(SweepData([job(), scaled(scales)]))) == count
+
+
 def test_a_curve_of_one_step_is_not_drawn():
     shown = job(curves={"val/accuracy": curve([0.9])})
     titles = [axes.get_title(loc="left") for axes in overview(shown).axes]
-    assert titles == ["training loss"]
+    assert titles == ["", "training loss"]
 
 
 def test_the_figure_has_a_chart_for_each_kind_of_curve():
-    for jobs, count in (([job()], 2), ([job(), job("b")], 3), ([job(), scaled([4], [0])], 4)):
+    for jobs, count in (([job()], 3), ([job(), job("b")], 5), ([job(), scaled([4, 2])], 6)):
         assert len(chart_figures(SweepData(jobs))) == count
         assert len(overview(*jobs).axes) == count
 
@@ -161,36 +218,9 @@ def test_the_axis_is_logarithmic_if_it_then_has_ticks():
     assert {"1", "2"} <= {tick.get_text() for tick in axes[0].get_yticklabels()}
 
 
-def test_the_first_loss_that_is_not_finite_is_marked():
-    figure = overview(job(values=[3.0, 2.0, math.nan, math.inf]))
-    axes = axes_named(figure, "training loss (✖")
-    (mark,) = [line for line in axes.lines if line.get_marker() == "X"]
-    assert mark.get_xdata()[0] == 3
-    figure.draw_without_rendering()
-    whole = axes_named(overview(job()), "training loss")
-    assert not [line for line in whole.lines if line.get_marker() == "X"]
-
-
 def test_a_run_that_never_had_a_number_is_drawn():
-    figure = overview(job(values=[math.nan] * 3), scaled([0.0, math.nan], [0, 1]))
+    figure = overview(job(values=[math.nan] * 3), scaled([0.0, math.nan]))
     figure.draw_without_rendering()
-
-
-def test_overflows_are_marked_at_their_steps():
-    axes = axes_named(overview(scaled([8.0, 8.0, 4.0, 4.0], [0, 1, 0, 1])), "loss scale")
-    (marks,) = [line for line in axes.lines if line.get_marker() == "x"]
-    assert (marks.get_xdata().tolist(), marks.get_ydata().tolist()) == ([2, 4], [8, 4])
-    assert axes.get_yscale() == "log"
-
-
-def test_the_scale_is_drawn_from_its_changes_if_nothing_else_is_known():
-    changes = curve([8.0, 8.0, 4.0, 4.0], np.array([1, 99, 100, 200]))
-    flags = curve([1, 1], np.array([100, 150]))
-    curves = {"loss_scale/changes": changes, "loss_scale/overflow": flags}
-    axes = axes_named(overview(job("16-mixed", curves=curves)), "loss scale")
-    line, marks = axes.lines
-    assert line.get_xydata().tolist() == [[1, 8], [99, 8], [100, 4], [200, 4]]
-    assert marks.get_xydata().tolist() == [[100, 4], [150, 4]]
 
 
 def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
@@ -198,17 +228,15 @@ def test_validation_loss_is_drawn_if_the_quality_has_no_curve():
     assert axes_named(overview(shown), "val/loss").get_yscale() == "log"
 
 
-def test_more_seeds_than_dashes_are_drawn_as_their_mean_and_range():
+def test_seeds_are_drawn_as_their_mean_and_range():
     jobs = [job(seed=s, values=(3.0 + s, 2.0 + s, 1.0 + s if s else math.nan)) for s in range(5)]
     data = SweepData(jobs)
     axes = axes_named(overview_figure(data), "training loss")
-    mean, cross = axes.lines
+    (mean,) = axes.lines
     assert mean.get_ydata().tolist() == [5, 4, 3.5]
-    assert cross.get_xdata() == [3]
     low, high = axes.collections[0].get_datalim(axes.transData).intervaly
     assert (low, high) == (2, 7)
-    assert axes.get_title(loc="left").endswith("mean and range over seeds")
-    assert [entry.name for entry in legend_entries(data)] == ["32-true"]
+    assert axes.get_title(loc="left") == "training loss\nband: range of seeds"
 
 
 HOSTILE = '<script>x</script> --> $a_b$ \\frac{ ]]> _日 url(#a) id="b"'
@@ -216,18 +244,19 @@ HOSTILE = '<script>x</script> --> $a_b$ \\frac{ ]]> _日 url(#a) id="b"'
 
 def test_an_svg_stands_alone():
     name = f"_{HOSTILE}"
-    data = SweepData([job(name), job("b"), scaled([4, 2], [0, 1], label=name)])
+    data = SweepData([job(name), job("b"), scaled([4, 2], label=name)])
     texts = [svg_element(figure) for figure in (*chart_figures(data), overview_figure(data))]
     every = []
     for text in texts:
         root = ElementTree.fromstring(text)
         assert root.tag.endswith("svg")
         assert not re.search(r"<script|<style|<image|<!|<\?", text)
-        ids = re.findall(r'\bid="([^"]+)"', text)
+        ids = [each.get("id") for each in root.iter() if each.get("id")]
         every += ids
-        links = re.findall(r'href="([^"]+)"', text) + re.findall(r"url\(([^)]+)\)", text)
-        assert links
+        tags = re.sub(' aria-label="[^"]+"', "", " ".join(re.findall("<[^>]+>", text)))
+        links = re.findall(r'href="([^"]+)"', tags) + re.findall(r"url\(([^)]+)\)", tags)
         assert {link.lstrip("#") for link in links} <= set(ids)
+        assert 'fill="currentColor"' in text
         assert "#000000" not in text
         assert "#ffffff" not in text
         rest = re.sub(r'xmlns(:\w+)?="[^"]+"', "", text)
@@ -236,7 +265,7 @@ def test_an_svg_stands_alone():
 
 
 def test_an_svg_is_the_same_every_time():
-    data = SweepData([job(), scaled([4, 2], [0, 1])])
+    data = SweepData([job(), scaled([4, 2])])
     assert [svg_element(f) for f in chart_figures(data)] == [
         svg_element(f) for f in chart_figures(data)
     ]
@@ -251,13 +280,9 @@ def test_labels_hold_only_characters_of_the_font():
 
 def test_many_long_jobs_are_few_points():
     rng = np.random.default_rng(0)
-    scales, flags = 2.0 ** rng.integers(1, 16, 10_000), rng.integers(0, 2, 10_000)
-    curves = {"loss_scale/value": curve(scales), "loss_scale/overflow": curve(flags)}
+    curves = {"loss_scale/value": curve(2.0 ** rng.integers(1, 16, 10_000))}
     losses = rng.random((20, 10_000)) + 0.1
     figure = overview(*(job(f"p{i % 5}", i, losses[i], curves=curves) for i in range(20)))
-    for axes in figure.axes:
-        crosses = [line for line in axes.lines if line.get_marker() == "x"]
-        assert all(len(line.get_xdata()) <= MAX_CROSSES for line in crosses)
-    assert sum(len(a.lines) for a in figure.axes) <= 20 * 6
-    # matplotlib thins the curves of 400,000 points.
-    assert len(svg_element(figure)) < 8_000_000
+    assert all(len(line.get_xdata()) <= MAX_POINTS for a in figure.axes for line in a.lines)
+    assert sum(len(a.lines) for a in figure.axes) <= 5 * 4
+    assert len(svg_element(figure)) < 500_000

@@ -7,7 +7,9 @@ from job_results import finished, lost
 
 from runner.core.run.run_result import RunResult
 from runner.output.console import plain_console
-from runner.sweeps.report.columns import COLUMNS, sweep_table
+from runner.output.markup import terminal_table
+from runner.sweeps.report.columns import groups_table, jobs_table
+from runner.sweeps.verdict.compare import compare_with_baselines
 
 SCALED = finished("16-mixed", 0, 0.91, best=0.93, loss_scale=32768.0)
 PLAIN = replace(SCALED, loss_scale=None)
@@ -15,17 +17,8 @@ FAILED = lost("32-true", error="ValueError: boom\nmore")
 
 
 def text_of(*results: RunResult) -> str:
-    console = plain_console()
-    console.width = 200
-    with console.capture() as captured:
-        console.print(sweep_table(results, 200))
-    return captured.get()
-
-
-def test_the_terminal_lacks_what_the_report_has_last() -> None:
-    jobs = [column for column in COLUMNS if column.job is not None]
-    assert [column.name for column in jobs if not column.in_terminal] == ["best", "step ms"]
-    assert [column.name for column in jobs[-2:]] == ["best", "step ms"]
+    rows = [[cell.text for cell in row] for row in jobs_table(results).rows]
+    return str([*jobs_table(results).head, *rows])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +34,7 @@ def test_the_terminal_lacks_what_the_report_has_last() -> None:
     ],
     ids=["a row per job", "loss scales", "different qualities", "weights", "old", "brackets"],
 )
-def test_the_terminals_table_shows(results: list[RunResult], shown: list[str]) -> None:
+def test_the_table_of_jobs_shows(results: list[RunResult], shown: list[str]) -> None:
     text = text_of(*results)
     assert [word for word in shown if word not in text] == []
 
@@ -55,11 +48,13 @@ def test_the_table_fits_a_narrow_terminal_without_cutting_a_number() -> None:
         console = plain_console()
         console.width = width
         with console.capture() as captured:
-            console.print(sweep_table(results, width))
+            console.print(
+                terminal_table(groups_table(compare_with_baselines(results), None), width)
+            )
         lines = captured.get().splitlines()
         assert max(map(len, lines)) <= width
         text = "\n".join(lines)
-        for word in ("float8-rowwise seed=1", "val/accuracy", "0.912", "examples/s", "100"):
+        for word in ("float8-rowwise", "val/accuracy", "0.912", "examples/s", "100"):
             assert word in text
         assert ("matrix work" in text) == has_all
         assert ("all columns are in the report" in text) != has_all
@@ -67,3 +62,26 @@ def test_the_table_fits_a_narrow_terminal_without_cutting_a_number() -> None:
 
 def test_a_table_without_loss_scales_has_no_column_for_them() -> None:
     assert "final scale" not in text_of(PLAIN, FAILED)
+
+
+def test_a_column_that_says_the_same_in_each_row_is_left_out() -> None:
+    whole = [finished(name, converted="2/2") for name in ("32-true", "b")]
+    table = groups_table(compare_with_baselines(whole), None)
+    assert not {"status", "device", "converted", "skipped", "final scale"} & {*table.head}
+    assert {"val/accuracy", "against 32-true"} < {*table.head}
+    parted = [*whole, lost("c"), replace(SCALED, skipped_steps=3)]
+    more = groups_table(compare_with_baselines(parted), None)
+    assert {"status", "converted", "skipped"} < {*more.head}
+    unskipped = [*whole, replace(SCALED, skipped_steps=0)]
+    assert "skipped" not in groups_table(compare_with_baselines(unskipped), None).head
+
+
+def test_rows_are_sorted_by_setting_with_the_baseline_first() -> None:
+    names = [(p, lr) for p in ("b", "32-true") for lr in ("lr=2", "lr=1")]
+    results = [finished(precision, settings=lr) for precision, lr in names]
+    compared = compare_with_baselines(results)
+    table = groups_table(compared, compared[1])
+    shown = [(row[0].text, row[0].note) for row in table.rows]
+    assert [text for text, _ in shown] == ["32-true lr=2", "b lr=2", "32-true lr=1", "b lr=1"]
+    assert shown[table.marked] == (compared[1].group.name, "recommended")
+    assert sum(bool(note) for _, note in shown) == 1

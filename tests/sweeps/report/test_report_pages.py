@@ -20,7 +20,7 @@ from runner.output.markup import (
     to_html,
 )
 from runner.sweeps.report.pages import summary_markdown, swept_keys, write_report
-from runner.sweeps.report.sweep_data import Job, SweepData
+from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
 
 HOSTILE = (
     "<script>alert(1)</script> | `x` <img src=x onerror=y> [a](javascript:1) ![b](http://h/p.png)"
@@ -107,6 +107,7 @@ def test_markdown_and_html_say_the_same(sweep, tmp_path):
         "tf32 needs a GPU. Type precision=32-true.",
         "val/loss 1, val/accuracy nan",
         "training loss first not finite at step 4",
+        "01 January 1970, 00:00 UTC",
         "Every job",
         "python -m runner -m precision=32-true,bf16-mixed",
         "paired t, Student 1908",
@@ -115,13 +116,14 @@ def test_markdown_and_html_say_the_same(sweep, tmp_path):
     ):
         assert cell in shown, cell
         assert cell in text, cell
-    assert "a \\| b second" in text
-    assert "a | b second" in shown
+    # A text of several lines is a block of code.
+    assert "- 64-true:\n\n      failed: a | b\n      second\n" in text
+    assert "<pre>failed: a | b\nsecond</pre>" in html
 
 
 def test_the_markdown_is_tables(sweep, tmp_path):
     text, _, _ = pages(sweep, tmp_path)
-    assert "| **bf16-mixed** | 3/3 finished |" in text
+    assert "| **bf16-mixed (recommended)** | 3/3 finished |" in text
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2
     for table in tables:
@@ -172,7 +174,7 @@ def test_nothing_gets_into_the_page(tmp_path):
 def test_nothing_gets_into_the_markdown(tmp_path):
     text, _, _ = pages(hostile(), tmp_path)
     for whole in (text, summary_markdown(hostile())):
-        outside = re.sub(r"(?m)^(?:- )?(`+) .*? \1(?= ·|$)", "", whole)
+        outside = re.sub(r"(?m)^(?:- )?(`+) .*? \1(?= ·|$)|^ {6}.*$", "", whole)
         assert (whole != outside) == (whole is text), "the note has no command"
         assert "<" not in outside
         assert not re.search(r"(?<!\\)\]\(", outside)
@@ -300,3 +302,50 @@ def test_a_sweep_with_jobs_that_have_not_begun_recommends_nothing():
     assert "Stay with" not in note
     assert stopped.answer.is_unfinished
     assert not replace(stopped, job_count=6).answer.is_unfinished
+
+
+def test_the_head_says_when_where_and_from_what(tmp_path):
+    config = {"tracking.note": "first try"}
+    environment = {"torch": "2.9.0", "git_commit": "0123456789abcdef", "git_dirty": "true"}
+    settings = JobSettings(config, environment)
+    curves = {"train/loss": np.array([[1.0], [1_700_000_000_000.0], [1.0]])}
+    jobs = [Job(lost("a", "failed", "x").result), Job(finished("b"), curves, lambda: settings)]
+    command = "python -m runner precision=a,b tracking.note=x -m"
+    text, _, _ = pages(SweepData(jobs, [command], "abc"), tmp_path)
+    head = text.split("\n\n")[1:5]
+    assert head[0].startswith("14 November 2023, 22:13 UTC · ")
+    assert head[0].endswith(" · sweep abc · commit 01234567 with changes · torch 2.9.0")
+    assert head[1] == "first try"
+    assert head[2] == "- `python -m runner -m precision=a,b tracking.note=x`"
+    assert head[3] == "1 of 2 jobs finished"
+    assert "jobs finished" not in pages(SweepData(jobs[1:]), tmp_path)[0]
+    unnoted = replace(settings, config={"tracking.note": "null"})
+    without = SweepData([Job(finished("b"), {}, lambda: unnoted)])
+    assert "null" not in pages(without, tmp_path)[0]
+
+
+def test_jobs_that_lack_one_thing_have_one_entry(tmp_path):
+    jobs = [
+        job("32-true"),
+        *(lost(name, "unavailable", f"precision={name} needs a GPU.") for name in "ab"),
+    ]
+    text, _, _ = pages(SweepData(jobs), tmp_path)
+    assert "- a, b: unavailable here: needs a GPU." in text
+
+
+def test_a_line_breaks_after_the_dots_of_a_name():
+    table = to_html("", [Table(["a"], [[Cell("layers.0.self_attn <b> 0.25")]])])
+    assert "layers.<wbr>0.<wbr>self_attn &lt;b&gt; 0.25" in table
+
+
+def test_the_answer_is_a_heading_and_cards_keep_their_heads():
+    page = to_html("", [Text("Stay.", "answer"), Text("why"), Table(["a"], [[Cell("b")]])])
+    assert '<h2 class="answer">Stay.</h2>\n<p class="plain">why</p>' in page
+    assert "thead{position:absolute" in page
+
+
+def test_a_table_is_as_wide_as_its_longest_parts():
+    short = Table(["a", "b"], [[Cell("x" * 10), Cell("1.00", note="0.90 to 1.10")]])
+    dotted = Table(["a", "b"], [[Cell(".".join(["x" * 9] * 4)), Cell("1.00")]])
+    long = Table(["a", "b"], [[Cell("x" * 99), Cell("1.00")]])
+    assert short.width_rem <= dotted.width_rem + 1 < 15 < long.width_rem < 25
