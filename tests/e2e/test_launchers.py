@@ -203,6 +203,15 @@ def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, lab):
     wait_for(lambda: len(living(lab)) <= 1)
 
 
+def test_a_job_that_a_stop_kept_from_starting_is_not_waited_for(tmp_path):
+    from submitit.slurm.slurm import SlurmJob
+
+    from runner.sweeps.launcher import remote
+
+    job = SlurmJob(tmp_path, "70_1")
+    assert remote._outcome(job, is_stopped=True) == "Stopped before it began."
+
+
 def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkeypatch, capsys):
     from hydra.core.utils import JobReturn, JobStatus
     from omegaconf import OmegaConf

@@ -377,8 +377,7 @@ class RemoteLauncher(Launcher):
 
 def _explain_error(error: Exception) -> str:
     """Return an error of a launcher as one line: its type, and the last lines of its message."""
-    lines = " | ".join(last_lines(str(error)))
-    return ": ".join(filter(None, [type(error).__name__, lines]))
+    return ": ".join(filter(None, [type(error).__name__, last_lines(str(error))]))
 
 
 def _record_missing_results(
@@ -466,7 +465,7 @@ def _run_submitit_jobs(
                 place = min(configs) + len(configs) - len(waiting)
                 print_job_line(job_folder(configs[number]), place, is_elsewhere=True)
             time.sleep(_POLL_SECONDS)
-        return [_outcome(job) for job in jobs]
+        return [_outcome(job, bool(stop.received_signal)) for job in jobs]
     except stop_signals.Interrupted:
         _cancel(jobs)
         raise
@@ -527,13 +526,20 @@ def _ask_squeue() -> None:
     SlurmJob.watcher = QueueWatcher()
 
 
-def _outcome(job: Any) -> ReturnOrReason:
-    """Return what Hydra expects of a job that ended, or why there is none."""
+def _outcome(job: Any, is_stopped: bool) -> ReturnOrReason:
+    """Return what Hydra expects of a job that ended, or why there is none.
+
+    Args:
+        job: submitit's.
+        is_stopped: a signal has stopped the sweep.
+    """
+    # submitit waits a quarter of a minute for the missing result of each job.
+    if is_stopped and not job.paths.stdout.exists():
+        return "Stopped before it began."
     try:
         return job.results()[0]
     except Exception as error:
-        output = job.stderr() or job.stdout() or str(error)
-        lines = " | ".join(last_lines(output))
+        lines = last_lines(job.stderr() or job.stdout() or str(error))
         return f"Its {type(job).__name__} {job.job_id} ended without a result. Last lines: {lines}"
 
 
