@@ -1,9 +1,7 @@
 """Sweeps whose jobs other launchers run: Slurm through submitit, Ray, joblib; in real processes."""
 
-import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -14,46 +12,10 @@ import psutil
 import pytest
 from quiet_mlflow import runs_in
 from run_folders import job_results, only_sweep, read_json
+from slurm_cluster import missing_program, slurm_cluster
 from waiting import SECONDS, wait_for
 
 TINY = ("--config-dir lab/conf model=job data=mine train.max_steps=12 train.log_every=1 -m").split()
-SLURM = '''#!{python}
-"""A cluster of this one machine, as far as submitit asks it for something."""
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
-HOME = Path({home!r})
-command, args = Path(sys.argv[0]).name, sys.argv[1:]
-if command == "sbatch":
-    script = Path(args[0]).read_text()
-    (HOME / "script").write_text(script)
-    for n in range(int(re.search(r"--array=0-(\\d+)", script)[1]) + 1):
-        cpus = re.search(r"--cpus-per-task=(\\d+)", script)[1]
-        env = {{**os.environ, "SLURM_JOB_ID": f"{{70 + n}}", "SLURM_ARRAY_JOB_ID": "70",
-               "SLURM_ARRAY_TASK_ID": f"{{n}}", "SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": cpus}}
-        # As Slurm, from a copy: submitit moves its own file once it knows the job's id.
-        again = f"rm -f {{HOME}}/again-{{n}}; bash {{HOME}}/script; test -e {{HOME}}/again-{{n}}"
-        subprocess.Popen(["bash", "-c", f"while {{again}}; do :; done; touch {{HOME}}/ended-{{n}}"],
-                         env=env, start_new_session=True, stdout=subprocess.DEVNULL,
-                         stderr=subprocess.DEVNULL)
-    print("Submitted batch job 70")
-elif command == "srun":
-    name = args[args.index("--output") + 1].replace("%A", "70").replace("%t", "0")
-    log = open(name.replace("%a", os.environ["SLURM_ARRAY_TASK_ID"]), "a")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    start = args.index(sys.executable)
-    os.execv(args[start], args[start:])
-elif command == "scontrol":
-    (HOME / f"again-{{args[1].partition('_')[2]}}").touch()
-elif command == "sacct":
-    print("JobID|State|NodeList")
-    for n in range(4):
-        print(f"70_{{n}}|{{'COMPLETED' if (HOME / f'ended-{{n}}').exists() else 'RUNNING'}}|here")
-'''
 
 
 @pytest.fixture
@@ -71,81 +33,103 @@ def living(folder):
     return found
 
 
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    """Slurm's commands on the path."""
-    home = tmp_path / "slurm"
-    home.mkdir()
-    for name in ("sbatch", "srun", "sacct", "scontrol"):
-        path = home / name
-        path.write_text(SLURM.format(python=sys.executable, home=str(home)))
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
-    return home
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A function that calls a command of Slurm's; sweeps reach the same cluster."""
+    missing = missing_program()
+    if missing:
+        pytest.skip(f"no Slurm: {missing} is missing")
+    home = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster(home) as call, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(home / "slurm.conf"))
+        yield call
+
+
+SLURM = ("launcher=slurm", "hydra.launcher.cpus_per_task=1")
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_sweep_on_slurm_is_recorded_as_one_here(begin, lab, slurm, store, reader):
-    """One job is killed, and one gets the signal of its time limit in its sixth step."""
+    """One job is killed, one gets the signal of its time limit in its sixth step, and Slurm's
+    process of one dies with it."""
     tracked = (f"tracking.uri={store}", "tracking.experiment=slurm", "tracking.log_model=false")
-    given = ("hydra.launcher.partition=gpu", "hydra.launcher.cpus_per_task=1")
-    sweep = begin("launcher=slurm", *given, "model.how=killed,waits", *tracked)
+    given = ("hydra.launcher.partition=all", "model.how=killed,waits,lost")
+    sweep = begin(*SLURM, *given, *tracked)
     wait_for(lambda: [*lab.glob("waits-*")], sweep)
-    (waiting,) = [
-        process
-        for process in living(lab)
-        if "submitit.core._submit" in (process.info["cmdline"] or ())
-        and process.environ()["SLURM_ARRAY_TASK_ID"] == "1"
-    ]
-    waiting.send_signal(signal.SIGUSR2)
+    (job,) = [job for job in slurm("squeue", "--noheader", "--format=%i").split() if "_1" in job]
+    slurm("scancel", "--signal=USR2", job)
     time.sleep(1)
     (lab / "go").touch()
+    # Slurm lets a job that is queued again wait for two minutes.
+    wait_for(lambda: "PENDING" in slurm("squeue", "--noheader", f"--job={job}", "--format=%T"))
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
     stdout, stderr = sweep.communicate(timeout=SECONDS)
     assert sweep.returncode == 1, stderr
-    assert "Traceback" not in stderr
-    assert "--partition=gpu" in (slurm / "script").read_text()
     found = job_results(lab)
-    assert [job["status"] for job in found] == ["failed", "finished"]
+    assert [job["status"] for job in found] == ["failed", "finished", "failed"]
     assert [job["label"] for job in found] == [
         "32-true model.how=killed",
         "32-true model.how=waits",
+        "32-true model.how=lost",
     ]
     assert found[0]["error"].startswith("Its process was ended by SIGKILL")
+    assert found[2]["error"].startswith("Its SlurmJob ")
     assert "(1 of " in found[1]["device"]
     assert "│ 32-true model.how=waits  │ finished │" in stdout
     folder = only_sweep(lab)
     assert (folder / "report.html").exists()
-    assert read_json(folder / "sweep.json")["jobs"] == 2
+    assert read_json(folder / "sweep.json")["jobs"] == 3
     logs = "".join(path.read_text() for path in folder.glob(".submitit/*/*_1_0_log.out"))
     assert re.search(r"resumed at step \d+ of 12", logs)
     assert not [*folder.glob(".submitit/**/*.pkl")]
     _check_store(reader(), found)
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: job 2: Its SlurmJob ")
 
 
 def _check_store(client, found):
     runs = runs_in(client, "slurm")
     (parent,) = [run for run in runs if run.data.tags.get("role") == "sweep"]
     assert parent.info.status == "FAILED"
-    assert len(runs) == 3  # the job that was started twice is one run
+    assert len(runs) == 4  # the job that was started twice is one run
     children = [run for run in runs if run is not parent]
     children.sort(key=lambda run: int(Path(run.data.tags["output_dir"]).name))
-    assert [run.info.status for run in children] == ["FAILED", "FINISHED"]
+    assert [run.info.status for run in children[:2]] == ["FAILED", "FINISHED"]
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
     assert children[0].data.tags["error"] == found[0]["error"]
     points = client.get_metric_history(children[1].info.run_id, "train/loss")
     assert sorted(point.step for point in points) == list(range(1, 13))
 
 
-def stop(sweep, jobs):
-    """Send SIGTERM to a sweep's own process, let its jobs go on, and return what it prints."""
-    sweep.send_signal(signal.SIGTERM)
+def stop(sweep, jobs, number=signal.SIGTERM):
+    """Send a signal to a sweep's own process, let its jobs go on, and return what it prints."""
+    sweep.send_signal(number)
     wait_for((only_sweep(jobs) / "stop").exists)
     (jobs / "go").touch()
     stdout, stderr = sweep.communicate(timeout=SECONDS)
-    assert sweep.returncode == 143, stderr
+    assert sweep.returncode == 128 + number, stderr
     assert "Traceback" not in stderr
     wait_for(lambda: not living(jobs))
     return stdout
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_ctrl_c_stops_slurms_jobs_and_the_sweep_is_resumed(begin, lab, slurm, cli):
+    alone = "hydra.launcher.array_parallelism=1"
+    sweep = begin(*SLURM, alone, "seed=0,1", "model.how=waits", "tracking=none")
+    wait_for(lambda: [*lab.glob("waits-*")], sweep)
+    stdout = stop(sweep, lab, signal.SIGINT)
+    assert [job["error"].partition(".")[0] for job in job_results(lab)] == ["Stopped by SIGINT"]
+    assert not (only_sweep(lab) / "1").exists()
+    assert not slurm("squeue", "--noheader")
+    assert "sweep.resume=" in stdout
+    again = cli("sweep.resume=last").check_ok()
+    assert again.stderr == ""
+    assert [job["status"] for job in job_results(lab)] == ["finished"] * 2
+    logs = "".join(path.read_text() for path in lab.glob("outputs/sweeps/*/.submitit/*/*.out"))
+    assert len(re.findall(r"resumed at step \d+ of 12", logs)) == 1
 
 
 @pytest.mark.slow
@@ -217,6 +201,15 @@ def test_a_job_lost_with_its_process_is_reported_and_the_others_run(main, lab):
     assert re.search(line, before_table, re.MULTILINE)
     assert well["label"] == "32-true model.how=well"
     wait_for(lambda: len(living(lab)) <= 1)
+
+
+def test_a_job_that_a_stop_kept_from_starting_is_not_waited_for(tmp_path):
+    from submitit.slurm.slurm import SlurmJob
+
+    from runner.sweeps.launcher import remote
+
+    job = SlurmJob(tmp_path, "70_1")
+    assert remote._outcome(job, is_stopped=True) == "Stopped before it began."
 
 
 def test_a_folder_that_is_not_shared_is_reported_in_one_message(tmp_path, monkeypatch, capsys):

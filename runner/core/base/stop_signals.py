@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
@@ -284,10 +284,10 @@ class StopSignals(SignalHandler):
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block signals within a context, to start a process that will call ignore_signals."""
+def signals_blocked(numbers: Collection[int] = SIGNALS) -> Iterator[None]:
+    """Block signals within a context, to start a process that ignores them or will do so."""
     # A new process inherits the mask: a signal that arrives before it calls ignore_signals waits.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

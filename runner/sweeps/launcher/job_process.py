@@ -256,18 +256,18 @@ def exit_reason(
     else:
         reason = f"Its process ended with exit status {code} before it wrote a result."
     lines = last_lines(tail)
-    return f"{reason} Last lines: {' | '.join(lines)}" if lines else reason
+    return f"{reason} Last lines: {lines}" if lines else reason
 
 
-def last_lines(text: str) -> list[str]:
-    """Return the last lines of an output that are not blank, without surrounding spaces.
+def last_lines(text: str) -> str:
+    """Return the last lines of an output that are not blank, as one line.
 
     If the output holds Python's report of a crash, they are the first lines of that report.
     """
     # The report's first lines say where the crash happened; a long stack follows.
     _, crash, report = text.rpartition(_PYTHON_CRASH)
     lines = [*filter(None, map(str.strip, (crash + report).splitlines()))]
-    return lines[: _REASON_LINES + 1] if crash else lines[-_REASON_LINES:]
+    return " | ".join(lines[: _REASON_LINES + 1] if crash else lines[-_REASON_LINES:])
 
 
 def oom_kills() -> int:

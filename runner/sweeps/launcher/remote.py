@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -47,7 +47,6 @@ _MAX_VISIBILITY_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 _RAY_STORE_BYTES = 2**27
 """Size of Ray's object store, which a sweep hardly uses; Ray's default is a third of the memory."""
-_SLURM_POLL_SECONDS = 1.0
 _TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 """Signals that submitit's local processes would pass on as a kill; jobs get them through the stop
 file instead."""
@@ -169,7 +168,6 @@ class RemoteJob:
         os.chdir(self.folder)
         for key, value in self.environ.items():
             os.environ.setdefault(key, value)
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
         # A node has more processors than Slurm gives the job.
         cpus = os.environ.get("SLURM_CPUS_PER_TASK")
         if cpus:
@@ -379,8 +377,7 @@ class RemoteLauncher(Launcher):
 
 def _explain_error(error: Exception) -> str:
     """Return an error of a launcher as one line: its type, and the last lines of its message."""
-    lines = " | ".join(last_lines(str(error)))
-    return ": ".join(filter(None, [type(error).__name__, lines]))
+    return ": ".join(filter(None, [type(error).__name__, last_lines(str(error))]))
 
 
 def _record_missing_results(
@@ -451,27 +448,24 @@ def _run_submitit_jobs(
     """
     jobs = _submit(launcher, overrides, min(configs))
     waiting = dict(zip(configs, jobs, strict=True))
-    # After a stop, Slurm is asked about jobs: those that it has dropped leave no result to find.
-    asks_slurm = False
-    poll_seconds = _POLL_SECONDS
+    is_stopping = False
     try:
         while waiting:
-            if stop.received_signal and not asks_slurm:
-                asks_slurm = True
-                poll_seconds = _SLURM_POLL_SECONDS
+            if launcher._EXECUTOR == "slurm" and stop.received_signal and not is_stopping:
+                is_stopping = True
                 # Jobs that have not begun leave Slurm's queue; the others stop by themselves. All
                 # are one array, whose number is the part of a job's id before the underscore.
-                if jobs[0]._cancel_command == "scancel":
-                    array = jobs[0].job_id.partition("_")[0]
-                    with suppress(OSError):
-                        subprocess.run(["scancel", "--state=PENDING", array], check=False)
-            ended = [n for n, job in waiting.items() if job.done(force_check=asks_slurm)]
+                array = jobs[0].job_id.partition("_")[0]
+                subprocess.run(["scancel", "--state=PENDING", array], check=False)
+                # They leave no result to find: submitit asks again at once, at first often.
+                jobs[0].watcher.register_job(jobs[0].job_id)
+            ended = [n for n, job in waiting.items() if job.done()]
             for number in ended:
                 del waiting[number]
                 place = min(configs) + len(configs) - len(waiting)
                 print_job_line(job_folder(configs[number]), place, is_elsewhere=True)
-            time.sleep(poll_seconds)
-        return [_outcome(job) for job in jobs]
+            time.sleep(_POLL_SECONDS)
+        return [_outcome(job, bool(stop.received_signal)) for job in jobs]
     except stop_signals.Interrupted:
         _cancel(jobs)
         raise
@@ -492,9 +486,8 @@ def _submit(launcher: Any, overrides: Sequence[Sequence[str]], first: int) -> Se
     params = dict(launcher.params)
     folder = params.pop("submitit_folder")
     private = JobPaths.get_first_id_independent_folder(folder)
-    private.mkdir(parents=True, exist_ok=True)
     # The pickled jobs hold the config, which may hold secrets.
-    private.chmod(0o700)
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
     limits = {f"{kind}_{key}": params.pop(key) for key in ("max_num_timeout",) if key in params}
     executor = AutoExecutor(folder, kind, **limits)
     # submitit wants the name of the executor before the parameters that only this executor has.
@@ -506,36 +499,60 @@ def _submit(launcher: Any, overrides: Sequence[Sequence[str]], first: int) -> Se
     # The arguments of the plugin's launcher, one column each: overrides, key of the sweep's
     # folder, number, id, Hydra's global state.
     rest = zip(*[("hydra.sweep.dir", n, f"job_id_for_{n}", state) for n in numbers], strict=True)
+    _ask_squeue()
     # Local processes inherit the blocked signals.
     blocked = _TERMINAL_SIGNALS if kind == "local" else []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    try:
+    with stop_signals.signals_blocked(blocked):
         return executor.map_array(launcher, [[*texts] for texts in overrides], *rest)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _outcome(job: Any) -> ReturnOrReason:
-    """Return what Hydra expects of a job that ended, or why there is none."""
+def _ask_squeue() -> None:
+    """Let submitit's jobs take their states from squeue.
+
+    sacct, which submitit asks otherwise, needs accounting. On a Slurm without, it complains at each
+    poll, and the end of a job that leaves no result is never noticed.
+    """
+    from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
+
+    class QueueWatcher(SlurmInfoWatcher):
+        def _make_command(self) -> list[str]:
+            return ["squeue", "--me", "--array", "--noheader", "--format=%i"]
+
+        def read_info(self, string: str | bytes) -> dict[str, dict[str, str]]:
+            # squeue lists the jobs that have not ended, in whichever of Slurm's many states.
+            listed = {job: {"State": "RUNNING"} for job in os.fsdecode(string).split()}
+            return {job: {"State": "ENDED"} for job in self._info_dict} | listed
+
+    SlurmJob.watcher = QueueWatcher()
+
+
+def _outcome(job: Any, is_stopped: bool) -> ReturnOrReason:
+    """Return what Hydra expects of a job that ended, or why there is none.
+
+    Args:
+        job: submitit's.
+        is_stopped: a signal has stopped the sweep.
+    """
+    # submitit waits a quarter of a minute for the missing result of each job.
+    if is_stopped and not job.paths.stdout.exists():
+        return "Stopped before it began."
     try:
         return job.results()[0]
     except Exception as error:
-        output = job.stderr() or job.stdout() or str(error)
-        lines = " | ".join(last_lines(output))
-        return f"Its {type(job).__name__} {job.job_id} ended as {job.state}. Last lines: {lines}"
+        lines = last_lines(job.stderr() or job.stdout() or str(error))
+        return f"Its {type(job).__name__} {job.job_id} ended without a result. Last lines: {lines}"
 
 
 def _cancel(jobs: Sequence[Any]) -> None:
     """Cancel all jobs, and wait until they have ended, for _CANCEL_SECONDS at most."""
     for job in jobs:
         if not job.done():
-            with suppress(OSError):
-                # Only jobs of the local executor have a process.
-                process = getattr(job, "_process", None)
-                if process:
-                    process.terminate()
-                else:
-                    job.cancel(check=False)
+            # Only jobs of the local executor have a process.
+            process = getattr(job, "_process", None)
+            if process:
+                process.terminate()
+            else:
+                job.cancel(check=False)
     deadline = time.monotonic() + _CANCEL_SECONDS
     while time.monotonic() < deadline and not all(job.done() for job in jobs):
         time.sleep(_POLL_SECONDS)
