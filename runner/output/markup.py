@@ -303,7 +303,8 @@ def notebook_frame(page: str) -> str:
     of a stranger's folder.
     """
     content = html.escape(page, quote=True)
-    style = f"width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0"
+    # The system may be dark where the notebook is light.
+    style = f"color-scheme: light; width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0"
     return f'<iframe sandbox="" srcdoc="{content}" style="{style}"></iframe>'
 
 
