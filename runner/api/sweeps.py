@@ -106,10 +106,11 @@ class SweepResult:
         for comparison, (tag, verdict) in zip(compared, record.tags.items(), strict=True):
             group = comparison.group
             row: dict[str, Any] = {"precision": group.precision}
-            row["settings"] = " ".join(group.settings)
-            row |= {"device": group.device, "quality": group.metric, "seeds": len(group.jobs)}
-            row |= vars(group.quality) if group.quality else {}
-            row["verdict"] = verdict
+            row |= {"settings": " ".join(group.settings), "device": group.device}
+            row |= {"quality": group.metric, "verdict": verdict, "seeds": 0}
+            if group.quality:
+                row["seeds"] = group.quality.n
+                row |= {"mean": group.quality.mean, "sd": group.quality.sd}
             for key in _ANSWER_KEYS:
                 row[key] = record.metrics.get(tag.replace("verdict", f"answer/{key}", 1))
             if comparison.speed_ratio:
