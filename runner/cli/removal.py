@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
 _OWN_NAMES = re.compile(
-    r"\d+|.+\.(json|jsonl|state|spare|partial|yaml|npz|png|html|md|csv|txt|log|safetensors)"
+    r"\d+|checkpoints|model|ranks|guard|pretrained|adapter|samples|callbacks|\.hydra|\.submitit"
+    r"|.+\.(json|jsonl|state|spare|partial|yaml|npz|png|html|md|csv|txt|log|safetensors)"
 )
-"""What commands write into the folders of runs and sweeps, beside layout.WRITTEN_PLACES."""
+"""Names of the files and folders that commands write into the folders of runs and sweeps."""
 _LAST_FILES = ("journal.jsonl", layout.SIGNATURE, layout.RESULT, layout.MANIFEST)
 """Files by which a folder is known as a run's or a sweep's."""
 
@@ -89,8 +90,8 @@ def _find(word: str) -> OutputRow:
             f"remove {word}: this is no folder of a run or a sweep (nor is a link to one), and no "
             "id. Type runner list to see them."
         )
-    names = {path.name for path in folder.iterdir()} - {*layout.WRITTEN_PLACES}
-    foreign = sorted(name for name in names if not _OWN_NAMES.fullmatch(name))
+    names = [path.name for path in folder.iterdir()]
+    foreign = [name for name in names if not _OWN_NAMES.fullmatch(name)]
     uploads = {journal_state(path) for path in find_journals(folder)}
     if Path.cwd().is_relative_to(folder.resolve()):
         problem = "it is the working directory"

@@ -45,7 +45,7 @@ def test_the_newest_comes_first_and_a_job_is_no_row(listed):
     assert (first["name"], first["precision"]) == ("mlp on digits", ["bf16-true"])
     assert (first["note"], len(first["ids"][0])) == ("the good one", 32)
     assert first["answer"].startswith("val/accuracy 0.")
-    assert sweep["answer"].startswith("One precision was swept")
+    assert sweep["answer"].startswith("32-true finished: val/accuracy ")
     assert sweep["size"] > second["size"] > 4096
 
 
@@ -97,7 +97,7 @@ def test_folders_of_strangers_do_no_harm(outputs, tmp_path):
         "s": rows["s"],
         "a": "not read: its result.json is damaged.",
         "b": "not read: it holds a link out of it.",
-        "d": "not read: its sweep.json is damaged.",
+        "d": f"not read: {runs}/d/sweep.json is damaged: began_ms is no Manifest's",
         "e": "not read: its journal.jsonl is damaged.",
     }
 

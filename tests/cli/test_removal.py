@@ -9,9 +9,10 @@ import pytest
 from mlflow.entities import ViewType
 from quiet_mlflow import client_of
 
-from runner.cli.removal import _find, _stored_runs, remove
+from runner.cli.removal import _OWN_NAMES, _find, _stored_runs, remove
 from runner.core.base.errors import ConfigError
 from runner.core.base.files import folder_lock
+from runner.core.base.layout import WRITTEN_PLACES
 
 WORDS = "model=mlp model.hidden=[4] train.max_steps=2 hydra/launcher=basic".split()
 RUN, OTHER, SWEEP = (Path("outputs", name) for name in ("runs/a", "runs/b", "sweeps/s"))
@@ -84,14 +85,18 @@ def test_what_is_not_removed(home, tmp_path):
     assert RUN.is_dir()
 
 
+@pytest.mark.parametrize("name", WRITTEN_PLACES)
+def test_every_place_that_commands_write_to_is_known(name):
+    assert _OWN_NAMES.fullmatch(name)
+
+
 def test_it_says_what_it_deletes_and_asks(home, monkeypatch):
     done = home.main("remove", str(RUN))
     assert done.rc == 2
     assert "(folders: 1, runs of MLflow: 1) only if you type --yes, too" in done.stderr
-    assert done.stdout.splitlines() == [
-        done.stdout.splitlines()[0],
-        "  outputs/runs/b was run with init.weights=outputs/runs/a",
-    ]
+    what, needed = done.stdout.splitlines()
+    assert what.startswith("outputs/runs/a: mlp on digits; 32-true; val/accuracy ")
+    assert needed == f"  outputs/runs/b was run with init.weights='{RUN}'"
     keyboard = io.StringIO("n\n")
     keyboard.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", keyboard)
