@@ -64,7 +64,8 @@ def test_compose_returns_the_spec_that_run_takes():
     assert isinstance(spec, runner.RunSpec)
     assert spec.precision["name"] == "bf16-mixed"
     result = runner.run(spec, out="here", quiet=True)
-    assert (result.label, result.folder, result.steps) == ("bf16-mixed MLP digits", "here", 3)
+    assert (result.label, result.steps) == ("bf16-mixed MLP digits", 3)
+    assert result.folder == str(Path("here").absolute())
 
 
 def test_run_equals_the_command(main):
@@ -235,7 +236,7 @@ def test_a_sweep_that_was_moved_is_read_where_it_lies():
     sweep.folder.rename("after")
     moved = runner.load("after")
     assert [len(result.history()) for result in moved.runs] == [4, 4]
-    assert moved.runs[0].folder == "after/0"
+    assert moved.runs[0].folder == str(Path("after/0").absolute())
 
 
 def test_a_job_without_its_folder_names_its_store_only_where_the_command_does():
@@ -366,8 +367,8 @@ def test_a_sweep_returns_its_jobs_and_their_tables():
 
 
 def test_the_summary_of_a_sweep_has_the_numbers_of_its_answer():
-    words = ["precision=32-true,bf16-mixed", "seed=0,1", "train.max_steps=40"]
-    sweep = runner.sweep([*UNTRACKED, *words], model=Net, data=DATA)
+    words = ["precision=32-true,bf16-mixed", "seed=0,1"]
+    sweep = runner.sweep([*FEW, *words], model=Net, data=DATA)
     table = sweep.summary().set_index("precision")
     answer = read_json(sweep.folder / "report.json")["answer"]
     for name in ("32-true", "bf16-mixed"):
