@@ -1,10 +1,12 @@
 """Compose run specs from Python as the command line does, beside a program's own use of Hydra."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -15,8 +17,26 @@ from runner.config.hydra_plugins import VERSION_BASE
 from runner.config.messages import COMPOSE_ERRORS, explain
 from runner.config.overrides import as_typed, check_config_dir, rewrite_arguments
 from runner.config.resolve import check_run_keys, register_schema, resolve_spec
-from runner.core import ConfigError, Invocation, Mode, RunSpec, fmt, secrets, torchrun
+from runner.core import ConfigError, Invocation, Mode, RunSpec, errors, fmt, secrets, torchrun
 from runner.rooms import install_rooms
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def check_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return a function that raises ConfigError for an argument that it does not take."""
+    known = [*signature(function).parameters]
+
+    @wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        for name in kwargs.keys() - known:
+            near = "".join(f" Type {each}=." for each in errors.nearest_names(name, known))
+            allowed = ", ".join(known)
+            raise ConfigError(f"{function.__name__} takes no {name}=.{near} Allowed: {allowed}.")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunSpec:

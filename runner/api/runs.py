@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner.api.composition import check_texts, compose_run
+from runner.api.composition import check_arguments, check_texts, compose_run
 from runner.api.objects import check_objects, given_roles, object_name, object_options, with_objects
 from runner.config.python_objects import given_keys, given_objects
 from runner.core import (
@@ -127,6 +127,7 @@ class RunResult(run_result.RunResult):
 
 
 # One argument for each part that can be an object.
+@check_arguments
 @lasting_output()
 def run(  # noqa: PLR0913
     what: Sequence[str] | RunSpec = (),
@@ -199,7 +200,9 @@ def _run_composed(
             finished = final_result(folder, invocation.overrides)
             if finished is not None:
                 return finished
-        return run_spec(spec, folder, invocation, console, partial(print_result, console))
+        return run_spec(
+            spec, folder.absolute(), invocation, console, partial(print_result, console)
+        )
     except BaseException as error:
         if isinstance(error, stop_signals.Stopped):
             hint = f"Its folder is {folder}; it left no checkpoint."

@@ -2,13 +2,13 @@
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.api.composition import check_texts, separate_hydra
+from runner.api.composition import check_arguments, check_texts, separate_hydra
 from runner.api.objects import check_objects, given_roles, object_options
 from runner.api.runs import Data, Loss, Model, RunResult, check_new_folder
 from runner.config.overrides import check_config_dir, rewrite_arguments
@@ -48,9 +48,11 @@ if TYPE_CHECKING:
     import pandas
 
 _MAIN_MODULE = "__main__."
+_ANSWER_KEYS = ("gap", "gap_half_width", "speed_ratio", "memory_ratio")
+"""Numbers of an answer, see Answer.record."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepResult:
     """A sweep that has ended, or as much of it as ran.
 
@@ -62,8 +64,11 @@ class SweepResult:
     """
 
     folder: Path
-    data: SweepData = field(repr=False)
+    data: SweepData
     exit_status: int = 0
+
+    def __repr__(self) -> str:
+        return f"{self.conclusion}\n{self.folder}"
 
     @property
     def runs(self) -> list[RunResult]:
@@ -80,6 +85,39 @@ class SweepResult:
         import pandas
 
         return pandas.DataFrame(table_rows(self.data.results))
+
+    def summary(self) -> "pandas.DataFrame":
+        """Return a table with a row for each group of jobs that differ in their seeds alone.
+
+        `gap` (the group's quality minus the baseline's), half the width of its confidence interval,
+        the ratios and the verdict are those of the answer in report.json; NaN where the jobs do not
+        tell.
+        """
+        import pandas
+
+        compared = self.data.compared
+        if self.data.advice:
+            gate = self.data.gate
+            verdicts = [gate.precision] if gate else self.data.advice.verdicts
+            compared = [verdict.comparison for verdict in verdicts]
+        record = self.data.answer.record
+        rows = []
+        # The record has a verdict on each group, in their order.
+        for comparison, (tag, verdict) in zip(compared, record.tags.items(), strict=True):
+            group = comparison.group
+            row: dict[str, Any] = {"precision": group.precision}
+            row |= {"settings": " ".join(group.settings), "device": group.device}
+            row |= {"quality": group.metric, "verdict": verdict, "seeds": 0}
+            if group.quality:
+                row["seeds"] = group.quality.n
+                row |= {"mean": group.quality.mean, "sd": group.quality.sd}
+            for key in _ANSWER_KEYS:
+                row[key] = record.metrics.get(tag.replace("verdict", f"answer/{key}", 1))
+            if comparison.speed_ratio:
+                row["speed_ratio_low"] = comparison.speed_ratio.low
+                row["speed_ratio_high"] = comparison.speed_ratio.high
+            rows.append(row)
+        return pandas.DataFrame(rows)
 
     def history(self) -> "pandas.DataFrame":
         """Return what the jobs recorded: a row for each step of each job.
@@ -110,6 +148,7 @@ class _InterruptingSignals(stop_signals.SignalHandler):
 
 
 # One argument for each part that can be an object.
+@check_arguments
 def sweep(  # noqa: PLR0913
     overrides: Sequence[str],
     *,
@@ -152,6 +191,7 @@ def sweep(  # noqa: PLR0913
     return _run_sweep(check_texts(overrides), objects, config_dir, out)
 
 
+@check_arguments
 def advise(
     overrides: Sequence[str] = (),
     *,
@@ -183,7 +223,7 @@ def advise(
     result = _run_sweep([*words, "mode=advise"], objects, config_dir, out)
     if result.data.advice is None:
         raise ConfigError(f"The trials in {result.folder} gave no advice.")
-    return replace(result.data.advice, page=advice_html(result.data))
+    return replace(result.data.advice, page=advice_html(result.data), text=repr(result))
 
 
 @lasting_output()
@@ -289,7 +329,7 @@ def load(where: str | Path, uri: str | None = None) -> RunResult | SweepResult:
         ConfigError: there is no such run or sweep.
         TrackingError: the store does not answer.
     """
-    path = Path(where)
+    path = Path(where).absolute()
     if not (files.path_exists(str(where)) and path.is_dir()):
         return _load_from_store(str(where), resolve_uri(uri))
     if (path / layout.MANIFEST).is_file():

@@ -1,4 +1,4 @@
-"""The commands doctor, sync and ui."""
+"""The commands doctor, list, remove, sync and ui."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +9,18 @@ def _doctor(words: Sequence[str], values: Mapping[str, str]) -> int:
     from runner.cli.doctor import doctor
 
     return doctor(values.get("--config-dir"))
+
+
+def _list(words: Sequence[str], values: Mapping[str, str]) -> int:
+    from runner.cli.output_list import list_outputs
+
+    return list_outputs(words, values)
+
+
+def _remove(words: Sequence[str], values: Mapping[str, str]) -> int:
+    from runner.cli.removal import remove
+
+    return remove(words, values)
 
 
 def _sync(words: Sequence[str], values: Mapping[str, str]) -> int:
@@ -30,6 +42,32 @@ DOCTOR = Command(
     run=_doctor,
     options={"--config-dir <folder>": "of your own configs: lists their precisions, too"},
     short={"-cd": "--config-dir"},
+)
+LIST = Command(
+    name="list",
+    summary="runs and sweeps: what, when, answer, note, size",
+    description="Lists the runs and sweeps below outputs/, the newest first.",
+    run=_list,
+    options={
+        "precision=<name>": "those that ran in it",
+        "model=<name>": "those of the model",
+        "data=<name>": "those of the data",
+        "--json": "all facts as JSON",
+    },
+    words="<folder or word> ...",
+    words_meaning="folders in place of outputs/; other words stand in what is listed",
+    words_allowed="folders and words",
+)
+REMOVE = Command(
+    name="remove",
+    summary="delete runs and sweeps, in MLflow, too",
+    description="Deletes runs and sweeps: their folders, their runs in MLflow and, where the store "
+    "is a database,\ntheir artifacts and models. It says what it deletes and asks.",
+    run=_remove,
+    options={"--yes": "without a question"},
+    words="<folder or id> ...",
+    words_meaning="of runs or sweeps below outputs/",
+    words_allowed="folders or ids of runs and sweeps",
 )
 SYNC = Command(
     name="sync",
@@ -56,4 +94,4 @@ UI = Command(
         "port=<number>": "by default the first free one from 5000 on",
     },
 )
-ROOM = Room(commands=(DOCTOR, SYNC, UI))
+ROOM = Room(commands=(DOCTOR, LIST, REMOVE, SYNC, UI))

@@ -260,6 +260,7 @@ def build_result(run: RunContext, summary: dict[str, Any], seconds: float) -> Ru
         quality=run.task.quality,
         direction=run.task.direction,
         seconds=seconds,
+        note=getattr(run.tracker, "own_note", ""),
         tracking_uri=secrets.redact(getattr(run.tracker, "uri", "")) or None,
         experiment=getattr(run.tracker, "experiment", ""),
         **summary,

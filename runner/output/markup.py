@@ -310,7 +310,8 @@ def notebook_frame(page: str) -> str:
     The page's styles and the notebook's do not mix there, and no script of the page runs: it may be
     of a stranger's folder.
     """
-    content = html.escape(page, quote=True)
+    # The system may be dark where the notebook is light: the frame is light in both.
+    content = html.escape(f"{page}<style>:root{{color-scheme:light}}</style>", quote=True)
     style = f"width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0"
     return f'<iframe sandbox="" srcdoc="{content}" style="{style}"></iframe>'
 

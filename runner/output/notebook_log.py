@@ -3,17 +3,19 @@
 import contextlib
 import html
 import io
+import sysconfig
 from collections.abc import Iterator
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from runner.core import terminal
+from runner.core import RunnerError, terminal
 
 # Seconds between two updates of a cell; a notebook's page would be slow with more of them.
 _UPDATE_SECONDS = 0.5
 _HIDDEN_FILES = (__file__.removesuffix("output/notebook_log.py"), contextlib.__file__)
 """How the files begin whose frames a notebook does not show: the runner's."""
+_LIBRARIES = (*_HIDDEN_FILES, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
 class NotebookLog(io.StringIO):
@@ -60,17 +62,31 @@ class NotebookLog(io.StringIO):
 
 
 def _traceback_of_user(error: Exception) -> list[str]:
-    """Return what IPython shows for an error: its traceback without the frames of the runner."""
+    """Return what IPython shows for an error: its traceback without the frames of the runner.
+
+    An error of the runner is its message, after the frames of the user's code that it explains.
+    """
     from IPython import get_ipython
 
-    link: Any = error.__traceback__  # its first frame is IPython's own
-    while link.tb_next:
-        if link.tb_next.tb_frame.f_code.co_filename.startswith(_HIDDEN_FILES):
-            link.tb_next = link.tb_next.tb_next
-        else:
-            link = link.tb_next
     tracebacks: Any = get_ipython().InteractiveTB  # pyright: ignore[reportOptionalMemberAccess]
-    return tracebacks.structured_traceback(type(error), error, error.__traceback__)
+    if not isinstance(error, RunnerError):
+        frames = _without_files(error.__traceback__, _HIDDEN_FILES)
+        return tracebacks.structured_traceback(type(error), error, frames)
+    cause = error.__cause__
+    frames = _without_files(cause.__traceback__, _LIBRARIES) if cause else None
+    shown = []
+    if frames:
+        shown = tracebacks.structured_traceback(type(cause), cause, frames, tb_offset=0)
+    return [*shown, *RunnerError._render_traceback_(error)]
+
+
+def _without_files(frames: Any, hidden: tuple[str, ...]) -> Any:
+    """Return the frames of a traceback without those of files; None where no other is left."""
+    while frames and frames.tb_frame.f_code.co_filename.startswith(hidden):
+        frames = frames.tb_next
+    if frames:
+        frames.tb_next = _without_files(frames.tb_next, hidden)
+    return frames
 
 
 @contextlib.contextmanager
@@ -87,8 +103,8 @@ def folded_log() -> Iterator[NotebookLog]:
         with contextlib.redirect_stdout(log):
             yield log
     except Exception as error:
-        if not hasattr(error, "_render_traceback_"):
-            vars(error)["_render_traceback_"] = partial(_traceback_of_user, error)
+        shown = partial(_traceback_of_user, error)
+        vars(error)["_render_traceback_"] = shown
         raise
     finally:
         log.show(is_last=True)

@@ -267,7 +267,7 @@ class Command(NamedTuple):
 
     def __str__(self) -> str:
         objects = given_keys()
-        if not objects:
+        if not (objects or terminal.in_notebook()):
             return terminal.quote_command([*RUNNER_COMMAND, *self.words])
         return Invocation.python_call(
             self.function, [word for word in self.words if "=" in word], objects

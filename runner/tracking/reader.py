@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from runner.tracking.history import Curve, read_history
 from runner.tracking.uri import (
     active_experiment,
     check_artifact_place,
+    is_database,
+    local_folder,
     resolve_uri,
     short_cause,
     sqlite_path,
@@ -226,6 +229,34 @@ class Reader:
         known = run.metrics if run else {}
         readable = known if names is None else [name for name in names if name in known]
         return {name: self.curve(run_id, name) for name in readable}
+
+    def artifact_folders(self, run: StoredRun) -> dict[str, Path]:
+        """Return the folders with the files of a run and of its models by their ids; none where a
+        server keeps them."""
+        if not is_database(self.uri):
+            return {}
+        query = f"source_run_id = '{run.run_id}'"
+        owners = [run.experiment_id]
+        models = self._ask(lambda: self.client.search_logged_models(owners, filter_string=query))
+        uris = {model.model_id: str(model.artifact_location) for model in models}
+        uris[run.run_id] = str(self._ask(lambda: self.client.get_run(run.run_id)).info.artifact_uri)
+        folders = {}
+        for owner, uri in uris.items():
+            self._ask(partial(check_artifact_place, self.uri, owner, lambda uri=uri: uri))
+            folder = local_folder(uri)
+            if folder:
+                folders[owner] = folder.parent
+        return folders
+
+    def delete_run(self, run: StoredRun) -> None:
+        """Move a run to MLflow's trash and delete its models and files; it can be repeated."""
+        for owner, folder in self.artifact_folders(run).items():
+            if folder.exists():
+                self._ask(partial(rmtree, folder))
+            if owner != run.run_id:
+                self._ask(partial(self.client.delete_logged_model, owner))
+        if run.stage == "active":
+            self._ask(lambda: self.client.delete_run(run.run_id))
 
     def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
         """Upload a file to a folder of a run's artifacts."""

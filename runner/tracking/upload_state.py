@@ -19,7 +19,7 @@ from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from runner.core import files, journals, signature
+from runner.core import files, journals, signature, terminal
 from runner.tracking.uri import is_configured_store
 
 log = logging.getLogger(__name__)
@@ -416,7 +416,9 @@ class JournalStatus:
                 break
             if not is_announced and now - started_at > _SILENT_SECONDS:
                 is_announced = True
-                log.warning(self.waiting_message(store, patience))
+                # A notebook shows stderr as an error.
+                say = print if terminal.in_notebook() else log.warning
+                say(self.waiting_message(store, patience))
             time.sleep(_POLL_SECONDS)
         self.warn()
         # With patience=0 nothing was waited for, so nothing failed.

@@ -148,13 +148,10 @@ def check_artifact_place(store: str, owner: str, place: Callable[[], str]) -> No
     """
     if not is_database(store) and _scheme(store) != "file":
         return
-    from mlflow.utils.file_utils import local_file_uri_to_path
-
     uri = place()
-    scheme = _scheme(uri)
-    is_wrong = scheme in _ARTIFACT_SERVERS
-    if scheme in ("", "file"):
-        folder = Path(local_file_uri_to_path(uri)).resolve()
+    is_wrong = _scheme(uri) in _ARTIFACT_SERVERS
+    folder = local_folder(uri)
+    if folder:
         # MLflow makes a folder of this name for each run, so that no other file can be in it.
         is_own = _ID.fullmatch(owner) and folder.parts[-2:] == (owner, "artifacts")
         is_wrong = not is_own or files.link_out_of(folder, folder) is not None
@@ -163,6 +160,14 @@ def check_artifact_place(store: str, owner: str, place: Callable[[], str]) -> No
             f"it names {secrets.redact(uri)} for the files of {owner}, which is no place of "
             "MLflow's for them. Type tracking.uri=<the server of these runs>"
         )
+
+
+def local_folder(uri: str) -> Path | None:
+    """Return the folder that a URI of artifacts names, without links; None for another place."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    is_local = _scheme(uri) in ("", "file")
+    return Path(local_file_uri_to_path(uri)).resolve() if is_local else None
 
 
 def resolve_experiment(name: str | None, env: Mapping[str, str] = os.environ) -> str:

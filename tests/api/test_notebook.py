@@ -72,10 +72,17 @@ def helper(x):
 
 runner.run(["train.max_steps=40", "tracking=none"], model=Late, data=data)
 """
+FIRST = """
+class Wrong(Net):
+    def forward(self, x):
+        return self.linear(missing)
+
+runner.run(["train.max_steps=2", "tracking=none"], model=Wrong, data=data)
+"""
 PROCESSES = """
 runner.sweep(["seed=0,1", "train.max_steps=2", "tracking=none"])
 """
-SOURCES = (CLASSES, RUN, SWEEP, NAMED, REFUSED, STOPPED, PROCESSES, LATE)
+SOURCES = (CLASSES, RUN, SWEEP, NAMED, REFUSED, STOPPED, PROCESSES, LATE, FIRST)
 
 
 class Client(NotebookClient):
@@ -94,7 +101,7 @@ def notebook(tmp_path_factory):
     """The cells of a notebook after their execution by a real kernel."""
     cells = [nbformat.v4.new_code_cell(source) for source in SOURCES]
     for cell, source in zip(cells, SOURCES, strict=True):
-        if source in (REFUSED, STOPPED, LATE):
+        if source in (REFUSED, STOPPED, LATE, FIRST):
             cell.metadata["tags"] = ["raises-exception"]
     book = nbformat.v4.new_notebook(cells=cells)
     folder = tmp_path_factory.mktemp("notebook")
@@ -183,3 +190,14 @@ def test_an_error_of_the_users_own_code_is_shown_with_its_own_frames(notebook):
     assert "ValueError: my own mistake" in text
     assert "/runner/" not in text
     assert "contextlib.py" not in text
+
+
+def test_an_error_of_the_first_batch_is_shown_with_the_users_frames(notebook):
+    cells, _ = notebook
+    (error,) = [o for o in cells[8].outputs if o.output_type == "error"]
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+    assert re.findall(r"in (\S+)\(", text) == ["Wrong.forward"]
+    assert re.search(r"line \d+, in Wrong.forward", text)
+    assert "NameError: name 'missing' is not defined" in text
+    assert "ConfigError: model=Wrong fails on the first batch" in text
+    assert "/runner/" not in text

@@ -18,6 +18,8 @@ import runner
 from runner.config.hydra_plugins import VERSION_BASE
 from runner.core.base.errors import ConfigError
 from runner.core.base.stop_signals import Stopped
+from runner.core.config.invocation import Invocation
+from runner.sweeps.sweep_resume import resume_command
 
 QUICK = ["model=mlp", "model.hidden=[16]", "train.max_steps=3", "train.log_every=2"]
 UNTRACKED = [*QUICK, "tracking=none"]
@@ -62,7 +64,8 @@ def test_compose_returns_the_spec_that_run_takes():
     assert isinstance(spec, runner.RunSpec)
     assert spec.precision["name"] == "bf16-mixed"
     result = runner.run(spec, out="here", quiet=True)
-    assert (result.label, result.folder, result.steps) == ("bf16-mixed MLP digits", "here", 3)
+    assert (result.label, result.steps) == ("bf16-mixed MLP digits", 3)
+    assert result.folder == str(Path("here").absolute())
 
 
 def test_run_equals_the_command(main):
@@ -233,7 +236,7 @@ def test_a_sweep_that_was_moved_is_read_where_it_lies():
     sweep.folder.rename("after")
     moved = runner.load("after")
     assert [len(result.history()) for result in moved.runs] == [4, 4]
-    assert moved.runs[0].folder == "after/0"
+    assert moved.runs[0].folder == str(Path("after/0").absolute())
 
 
 def test_a_job_without_its_folder_names_its_store_only_where_the_command_does():
@@ -363,6 +366,40 @@ def test_a_sweep_returns_its_jobs_and_their_tables():
     assert "<iframe" in loaded._repr_html_()
 
 
+def test_the_summary_of_a_sweep_has_the_numbers_of_its_answer():
+    words = ["precision=32-true,bf16-mixed", "seed=0,1"]
+    sweep = runner.sweep([*FEW, *words], model=Net, data=DATA)
+    table = sweep.summary().set_index("precision")
+    answer = read_json(sweep.folder / "report.json")["answer"]
+    for name in ("32-true", "bf16-mixed"):
+        row = table.loc[name]
+        for key in ("gap", "gap_half_width", "speed_ratio", "memory_ratio"):
+            expected = answer.get(f"answer/{key}/{name}")
+            assert row[key] == expected or (expected is None and pandas.isna(row[key]))
+        assert row["verdict"] == answer[f"verdict/{name}"]
+        qualities = [run.objective for run in sweep.runs if run.precision == name]
+        assert row[["seeds", "mean"]].tolist() == [2, pytest.approx(sum(qualities) / 2)]
+    assert "bf16-mixed" in sweep.summary().to_latex()
+    assert repr(sweep) == f"{sweep.conclusion}\n{sweep.folder}"
+
+
+@pytest.mark.parametrize("function", [runner.run, runner.sweep, runner.advise])
+def test_an_argument_that_is_mistyped_is_named(function):
+    with pytest.raises(ConfigError, match=rf"{function.__name__} takes no modle=. Type model=\."):
+        function(FEW, modle=Net, data=DATA)
+
+
+def test_hints_in_a_notebook_are_calls(monkeypatch):
+    result = run(model=Net, data=DATA)
+    assert Path(result.folder).is_absolute()
+    invocation = Invocation()
+    assert invocation.resume_text("a") == "python -m runner checkpoint.resume=a"
+    monkeypatch.setattr("runner.core.config.invocation.in_notebook", lambda: True)
+    assert invocation.resume_text("a") == "runner.run(['checkpoint.resume=a'])"
+    monkeypatch.setattr("runner.core.base.terminal.in_notebook", lambda: True)
+    assert str(resume_command("a")) == "runner.sweep(['sweep.resume=a'])"
+
+
 def test_a_sweep_over_objects_starts_every_job_from_them():
     net = Net()
     before = net.linear.weight.clone()
@@ -408,6 +445,11 @@ def test_advise_returns_a_verdict_on_a_model_object():
     )
     assert {verdict.name for verdict in advice.verdicts} == {"32-true", "bf16-mixed"}
     assert advice.recommendation is not None
+    answer, folder = repr(advice).split("\n")
+    assert "32-true" in answer
+    assert (Path(folder) / "advise.json").is_file()
+    summary = runner.load(folder).summary()
+    assert set(summary["precision"]) == {"32-true", "bf16-mixed"}
 
 
 def test_the_public_names_are_listed_and_others_are_unknown():

@@ -14,6 +14,8 @@ COMMANDS = Room.all_commands()
         ("doctor --config-dir lab", [], {"--config-dir": "lab"}),
         ("doctor --config-dir=lab", [], {"--config-dir": "lab"}),
         ("doctor -cd lab", [], {"--config-dir": "lab"}),
+        ("remove --yes a", ["a"], {"--yes": "--yes"}),
+        ("list precision=a --json b", ["b"], {"precision": "a", "--json": "--json"}),
         ("report a --out b c", ["a", "c"], {"--out": "b"}),
         ("report tracking.uri=a b", ["b"], {"tracking.uri": "a"}),
         ("report run=1", ["run=1"], {}),
@@ -33,6 +35,8 @@ def test_arguments(command, words, values, tmp_path, monkeypatch):
     ("command", "message"),
     [
         ("doctor x", "doctor does not take x. Allowed: --config-dir=...; type doctor --help."),
+        ("remove --yes=no", "remove does not take --yes=no. Allowed: folders or ids of"),
+        ("list --josn", "list does not take --josn. Allowed: folders and words, precision=..., "),
         ("doctor --config-dir", "doctor does not take --config-dir. Allowed: "),
         (
             "report port=5",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
@@ -17,6 +18,7 @@ from serving import free_port
 from torch import nn
 from waiting import SECONDS, wait_for
 
+from runner.core.base.files import write_text
 from runner.core.loop.batch_layout import KeywordInputs, PositionalInputs
 from runner.core.loop.model_call import call_model
 from runner.precision.mixed import MixedPrecision
@@ -69,6 +71,17 @@ def test_a_logged_model_belongs_to_its_run(quiet_store, exported):
     assert [(o.model_id, o.step) for o in run.outputs.model_outputs] == [(model_id, 8)]
     moment = 1_700_000_000_000
     assert quiet_store.points(run_id, "val/loss") == [(4, moment, 0.4), (8, moment, 0.8)]
+
+
+def test_the_stored_file_is_the_exported_one_until_one_of_them_is_replaced(quiet_store, exported):
+    model_id = logged(quiet_store, opened(quiet_store, "shared"), exported)
+    place = Path(quiet_store.client.get_logged_model(model_id).artifact_location)
+    stored = place / "data" / exported.path.parent.name / "model.pt2"
+    assert stored.samefile(exported.path)
+    content = stored.read_bytes()
+    write_text(exported.path, "another export")
+    assert stored.read_bytes() == content
+    exported.path.write_bytes(content)
 
 
 class Parts(nn.Module):

@@ -27,8 +27,8 @@ class Command:
             option by its key, and returns the exit status. It imports what it needs when it is
             called: the command line reads commands before torch is imported. None for
             `explain`, which config/overrides.py makes a run in the mode of its name.
-        options: meaning of each argument with a value, by the argument as it is typed:
-            `key=<value>`, or a flag as `--key <value>`.
+        options: meaning of each argument by the argument as it is typed: `key=<value>`, or a flag
+            as `--key <value>`, or without a value as `--key`.
         short: the flag that another spelling stands for.
         words: placeholder of the words that are no options; empty for a command without any.
         words_meaning: for the help.
@@ -57,7 +57,7 @@ class Command:
 
     def parse(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the words after the command's name that are no options, and the value of each
-        typed option by its key.
+        typed option by its key; that of a flag without a value is the flag.
 
         Raises:
             ConfigError: the command does not take one of them.
@@ -72,7 +72,9 @@ class Command:
             key = self.short.get(typed, typed)
             if key in values:
                 raise self._refusal(word, ": it is typed twice")
-            if key in keys and equals:
+            if word in self.options:
+                values[word] = word
+            elif key in keys and equals:
                 values[key] = value
             elif key in keys and key.startswith("-") and rest:
                 values[key] = rest.pop(0)
@@ -82,7 +84,9 @@ class Command:
         return words, values
 
     def _keys(self) -> list[str]:
-        return [re.split("[ =]", argument)[0] for argument in self.options]
+        """Return the keys of the options that have a value."""
+        names = {argument: re.split("[ =]", argument)[0] for argument in self.options}
+        return [name for argument, name in names.items() if name != argument]
 
     def _check_words(self, words: Sequence[str]) -> None:
         """Raise ConfigError for words that are neither options nor what the command works on."""
@@ -97,7 +101,9 @@ class Command:
             raise ConfigError(f"{self.name} takes {self.words_allowed}, and was given: {given}.")
 
     def _refusal(self, word: str, reason: str = "") -> ConfigError:
-        allowed = [f"{key}=..." for key in self._keys()]
+        keys = self._keys()
+        flags = [argument for argument in self.options if re.fullmatch("[-a-z]+", argument)]
+        allowed = [*(f"{key}=..." for key in keys), *flags]
         if self.words:
             allowed.insert(0, self.words_allowed)
         return ConfigError(

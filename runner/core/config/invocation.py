@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.core.base.fmt import override_key, shorten_override
-from runner.core.base.terminal import quote_command
+from runner.core.base.terminal import in_notebook, quote_command
 from runner.core.config.schema import RunSpec
 
 
@@ -66,7 +66,10 @@ class Invocation:
 
     def resume_text(self, folder: object) -> str:
         """Return the command line, or the call of the Python API, that resumes a run's folder."""
-        return self.command_text([f"checkpoint.resume={folder}"])
+        words = [f"checkpoint.resume={folder}"]
+        if in_notebook():
+            return self.python_call("run", words, self.given)
+        return self.command_text(words)
 
     @property
     def command(self) -> list[str]:

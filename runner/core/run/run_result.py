@@ -66,6 +66,7 @@ class RunResult:
         device_type: type of the torch.device, for example cpu; empty if unknown.
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision.
         loss_scale: None for a precision without one.
+        note: of the user, tracking.note.
         kernels: "emulated" for emulated arithmetic, whose speed is not reported.
         dashboard: path of the store's page that compares the runs of the experiment, without the
             server's address.
@@ -140,6 +141,7 @@ class RunResult:
     left_out: list[str] = fact(
         "keys that the sweep sets and the precision does not take, separated by spaces", list
     )
+    note: str = ""
     folder: str = fact("folder of the job", MISSING, stored="output_dir")
     run_id: str | None = fact("id of the job's run in MLflow")
     experiment_id: str | None = None

@@ -107,12 +107,17 @@ class Advice:
         verdicts: best first.
         baseline_losses: the baseline's final losses by seed, see AdviseRequest.judged_loss.
         page: HTML that a notebook shows in place of the advice, made by the caller.
+        text: the answer in a few lines, made by the caller.
     """
 
     request: AdviseRequest
     verdicts: Sequence[PrecisionVerdict]
     baseline_losses: LossBySeed
     page: str = field(default="", repr=False)
+    text: str = ""
+
+    def __repr__(self) -> str:
+        return self.text or f"Advice({', '.join(str(v.name) for v in self.verdicts)})"
 
     def _repr_html_(self) -> str | None:
         """Return the page; None shows the advice as text."""

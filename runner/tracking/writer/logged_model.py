@@ -7,10 +7,12 @@ folder is written by mlflow.pyfunc, with the flavor of mlflow.pytorch's serializ
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.tracking.uri import check_artifact_place
+from runner.core import layout
+from runner.tracking.uri import check_artifact_place, is_database, local_folder
 from runner.tracking.writer import exported_program_pyfunc
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ def log_model(
             _write_folder(Path(parent) / "model", folder, facts, model, run_id)
             client.log_model_artifacts(model.model_id, f"{parent}/model")
         client.finalize_logged_model(model.model_id, "READY")
+        if is_database(uri):
+            _share_file(folder / layout.EXPORTED_MODEL, local_folder(str(model.artifact_location)))
     _link_to_run(client, run, model.model_id, facts.get("step", 0))
     if registered_name:
         # Without a server, MLflow 3.17 would look the id up in the store of the environment.
@@ -71,6 +75,26 @@ def log_model(
         source = f"models:/{model.model_id}" if served else model.artifact_location
         _register(client, registered_name, model.model_id, run_id, source)
     return model.model_id
+
+
+def _share_file(exported: Path, stored: Path | None) -> None:
+    """Make the stored copy of an exported model a hard link to it, where one file system has both.
+
+    Nobody writes into either: each is replaced as a whole, which ends the link.
+
+    Args:
+        exported: the file that was uploaded.
+        stored: folder of the logged model; None where it is not on this machine.
+    """
+    if stored is None:
+        return
+    copy = stored / "data" / exported.parent.name / exported.name
+    link = copy.with_suffix(".partial")
+    # Another file system, or one without links: both copies stay.
+    with suppress(OSError):
+        if copy.stat().st_size == exported.stat().st_size:
+            link.hardlink_to(exported)
+            link.replace(copy)
 
 
 def _write_folder(
