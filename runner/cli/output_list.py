@@ -4,10 +4,8 @@ The rows are read from the files that runs and sweeps leave, without torch and w
 of them may be a stranger's: no link is followed, and nothing of them is run.
 """
 
-import html
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,8 +23,6 @@ OUTPUTS = Path("outputs")
 """Where commands make the folders of runs and sweeps."""
 MAX_DEPTH = 2
 """How many folders deep a listed folder is searched, as for outputs/runs/<time>."""
-_ANSWER = re.compile(r"^\*\*(.+)\*\*$", re.MULTILINE)
-"""The answer in the report of a sweep."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,8 @@ def list_outputs(words: Sequence[str], values: Mapping[str, str]) -> int:
         cells.append([folder, name, Cell(row.answer, note=row.note)])
     console = plain_console()
     table = Table(["folder", "what", "answer"], cells, words=frozenset(range(3)))
-    title = f"{len(rows)} runs and sweeps, {size_text(sum(row.size for row in rows))}"
-    console.print(terminal_table(table, title, console.width))
+    console.print(f"{len(rows)} runs and sweeps, {size_text(sum(row.size for row in rows))}")
+    console.print(terminal_table(table, console.width))
     return 0
 
 
@@ -147,6 +143,7 @@ def _read_row(folder: Path, kind: str) -> OutputRow:
         began_ms = manifest.began_ms
         ids.append(manifest.id)
         results = read_results(folder)
+        answer = manifest.answer or "no answer"
     elif kind == layout.RESULT:
         results = [RunResult.read(folder)]
     else:
@@ -159,7 +156,6 @@ def _read_row(folder: Path, kind: str) -> OutputRow:
     name = " on ".join(", ".join(values[key]) for key in ("model", "data") if values[key])
     if kind == layout.MANIFEST:
         name = str(start.get("name") or name)
-        answer = _headline(folder)
     else:
         (result,) = results
         answer = result.outcome
@@ -175,16 +171,6 @@ def _read_row(folder: Path, kind: str) -> OutputRow:
         ids=[str(each) for each in ids if each],
         **values,
     )
-
-
-def _headline(folder: Path) -> str:
-    """Return the answer of a sweep, as its report has it."""
-    with suppress(OSError, ValueError):
-        answer = _ANSWER.search(files.read_text(folder / "report.md"))
-        if answer:
-            # Without the backslashes and entities of markup.markdown_text.
-            return html.unescape(re.sub(r"\\(.)", r"\1", answer[1]))
-    return "no answer"
 
 
 def size_text(size: int) -> str:

@@ -44,6 +44,7 @@ class Manifest:
         max_trials: largest number of trials of mode=advise and mode=gate; 0 where it is not known.
         budget_end_ms: when the budget of these modes ends, Unix time in milliseconds.
         finished: no job needs to run again.
+        answer: of the sweep; empty before it has one.
         busy: share of the processors that other programs kept busy meanwhile, 0 to 1; 0 where other
             machines run the jobs.
         left_out: `<precision> <key>` for each key under precision that the command sets and that
@@ -63,6 +64,7 @@ class Manifest:
     max_trials: int = 0
     budget_end_ms: int = 0
     finished: bool = False
+    answer: str = ""
     busy: float = 0.0
     left_out: Sequence[str] = ()
     tolerance: float = 1.0

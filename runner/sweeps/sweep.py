@@ -235,8 +235,10 @@ class Sweep:
         self.begin()
         busy = self._busy_share()
         data = replace(data, busy=busy, accepts_untried=self._accepts_untried)
-        self.manifest = replace(self.manifest, finished=not data.is_unfinished, busy=busy)
         answer = data.answer
+        text = terminal.sanitize(answer.sentence)
+        ended = {"finished": not data.is_unfinished, "busy": busy, "answer": text}
+        self.manifest = replace(self.manifest, **ended)
         if status == 2 and answer.failed and not data.gate:
             # A search gives up with 2 where no job gave it a number.
             status = 1
