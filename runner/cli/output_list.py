@@ -138,6 +138,7 @@ def _read_row(folder: Path, kind: str) -> OutputRow:
     start = next(journals.read_records(journal))[0] if journal else {}
     began_ms = start.get("time") or 1000 * (folder / kind).stat().st_mtime
     ids = [journal and read_state(journal).run_id]
+    answer = ""
     if kind == layout.MANIFEST:
         manifest = Manifest.read(folder)
         began_ms = manifest.began_ms

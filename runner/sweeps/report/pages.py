@@ -154,8 +154,8 @@ def print_answer(console: Console, data: SweepData) -> None:
     # In a file or pipe a sentence stays on one line, for those who search it.
     is_whole = not console.is_terminal
     console.print(f"\n{answer.sentence}", style="bold", soft_wrap=is_whole)
-    if answer.caveats:
-        console.print(" ".join(answer.caveats), soft_wrap=is_whole)
+    if answer.remarks:
+        console.print(" ".join(answer.remarks), soft_wrap=is_whole)
     # How to resume an unfinished sweep is said below.
     if answer.command and not answer.is_unfinished:
         console.print(f"Next: {answer.command}", soft_wrap=True)
@@ -243,7 +243,7 @@ def _answer_blocks(data: SweepData) -> Iterator[Block]:
         if data.advice:
             yield Text("Next:")
         yield Commands([str(answer.command)])
-    yield from map(Text, answer.caveats)
+    yield from map(Text, answer.remarks)
 
 
 def _compared_blocks(data: SweepData) -> Iterator[Block]:

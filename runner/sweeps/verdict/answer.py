@@ -30,7 +30,7 @@ class Answer:
 
     Attributes:
         sentence: which precision to train in, or what prevents an answer; short.
-        caveats: the numbers behind it and reservations, as sentences in the order in which they
+        remarks: the numbers behind it and reservations, as sentences in the order in which they
             are shown.
         noted: those of them that the note of MLflow's parent run shows, too.
         pick: the group to train in, the baseline's where the answer is to stay; None where the
@@ -42,7 +42,7 @@ class Answer:
     """
 
     sentence: str
-    caveats: Sequence[str] = ()
+    remarks: Sequence[str] = ()
     noted: Sequence[str] = ()
     pick: Comparison | None = None
     command: Command | None = None
@@ -53,5 +53,5 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Return the sentence and the caveats."""
-        return " ".join([self.sentence, *self.caveats])
+        """Return the sentence and the remarks."""
+        return " ".join([self.sentence, *self.remarks])

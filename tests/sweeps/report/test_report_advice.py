@@ -97,7 +97,7 @@ def test_the_fastest_that_is_not_worse_is_recommended() -> None:
     assert str(answer_of(found).command) == "python -m runner model=mlp precision=bf16-mixed"
     answer = answer_of(found)
     assert answer.sentence == "Use bf16-mixed: 1.50 × as fast as 32-true, loss within tolerance."
-    assert answer.caveats[0].startswith("bf16-mixed: loss +0.001")
+    assert answer.remarks[0].startswith("bf16-mixed: loss +0.001")
 
 
 def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
@@ -117,7 +117,7 @@ def test_precisions_are_judged_by_the_named_quality_in_its_direction() -> None:
     assert verdicts["bf16-mixed"].rating.name == "RECOMMENDED"
     assert verdicts["16-mixed"].rating.name == "WORSE"
     assert answer_of(found).sentence.endswith("32-true, val/f1 better.")
-    assert answer_of(found).caveats[0].startswith("bf16-mixed: val/f1 +0.0998")
+    assert answer_of(found).remarks[0].startswith("bf16-mixed: val/f1 +0.0998")
     assert reason_sentence(verdicts["16-mixed"]).startswith("val/f1 -0.1")
     assert reason_sentence(verdicts["32-true"]).startswith("val/f1 1, seeds differ by")
 
@@ -249,9 +249,9 @@ RESERVATIONS = {
 
 @pytest.mark.parametrize(("jobs", "busy", "text"), RESERVATIONS.values(), ids=RESERVATIONS)
 def test_reservations_are_named(jobs: list[RunResult], busy: float, text: str) -> None:
-    caveats = answer_of(asked(BASE, jobs, question=replace(ASKED, busy=busy))).caveats
+    remarks = answer_of(asked(BASE, jobs, question=replace(ASKED, busy=busy))).remarks
     # First come the numbers of a precision that is recommended.
-    assert " ".join(caveats).endswith(text)
+    assert " ".join(remarks).endswith(text)
 
 
 def test_float32_that_diverges_leaves_no_advice() -> None:
