@@ -135,13 +135,14 @@ class Reader:
             if REPORT_PAGE in self.artifacts(parent.run_id):
                 page = run_path(stored.experiment_id, parent.run_id, REPORT_PAGE)
                 yield "report of the newest sweep", page
-            view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name)
+            keys = parent.tags.get("swept", "").split()
+            view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name, keys)
             path = self._dashboard_path(stored, version, view)
             if path:
                 yield "newest sweep", path
         path = self._dashboard_path(stored, version)
         if path:
-            yield "dashboard", path
+            yield "sweeps", path
         yield "runs", f"/#/experiments/{stored.experiment_id}/runs?workflowType=machine_learning"
 
     def jobs(self, parent: StoredRun) -> list[StoredRun]:

@@ -323,7 +323,7 @@ COLUMNS = (
     Column("skipped", group=lambda c, _: c.group.skipped),
     Column("converted", group=lambda c, _: c.group.converted),
     Column("best", job=lambda job, _: job.best, in_terminal=False),
-    Column("step ms", job=lambda job, _: job.step_ms, in_terminal=False),
+    Column("step ms", job=lambda job, _: job.timed_step_ms, in_terminal=False),
     Column("health", verdict=lambda verdict, _: health_words(verdict), is_text=True),
 )
 

@@ -395,7 +395,7 @@ class Store:
                 )
             reason = (
                 f"{self.uri} runs MLflow {self._version}, whose pages cannot show the dashboard "
-                "(3.10 or newer can); its plain pages hold everything."
+                "(3.15 or newer can); its plain pages hold everything."
             )
         except RefusedError as error:
             reason = str(error)
