@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import webbrowser
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -40,12 +40,15 @@ def ui(uri: str | None = None, experiment: str | None = None, port: str | None =
     """
     store = resolve_uri(uri)
     number = _port(port)
-    name = resolve_experiment(experiment)
     has_server = store.startswith("http")
     base = secrets.redact(store) if has_server else f"http://{LOOPBACK}:{number}"
     print(f"store: {secrets.redact(store)}", flush=True)
     upload_in_background(Path("outputs"))
-    pages = dict(dashboard_urls(store, base, name, make=uri is None))
+    # It imports MLflow, for which a message about a mistyped port need not wait.
+    from runner.tracking.reader import Reader
+
+    paths = Reader(store, make=uri is None).pages(resolve_experiment(experiment))
+    pages = {what: f"{base}{path}" for what, path in paths}
     if has_server:
         _show(pages)
         return 0
@@ -119,29 +122,6 @@ def _has_screen() -> bool:
         return False
     displays = (os.environ.get("DISPLAY"), os.environ.get("WAYLAND_DISPLAY"))
     return sys.platform == "darwin" or any(displays)
-
-
-def dashboard_urls(
-    uri: str, base: str, experiment: str, make: bool = True
-) -> Iterator[tuple[str, str]]:
-    """Yield the name and URL of each page: the report of the newest sweep, the dashboards of that
-    sweep and of the experiment, and its list of runs; for a store without the experiment, only its
-    front page.
-
-    Args:
-        uri: the store.
-        base: address of its server.
-        experiment: name of the experiment.
-        make: create the store's SQLite file if it is missing.
-
-    Raises:
-        ConfigError: the SQLite file is missing and `make` is False.
-        TrackingError: the store does not answer.
-    """
-    from runner.tracking.reader import Reader
-
-    for what, path in Reader(uri, make).pages(experiment):
-        yield what, f"{base}{path}"
 
 
 def _port(text: str | None) -> int:

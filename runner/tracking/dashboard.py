@@ -11,16 +11,13 @@ import base64
 import binascii
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from runner.core import fmt, journals
-from runner.output.markup import markdown_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,8 +29,6 @@ REPORT_PAGE = "report.html"
 """The artifact of a sweep's parent run that states the answer."""
 MAX_SWEEPS = 20
 """Sweeps of an experiment that have a dashboard of their own; see tags_to_delete."""
-MAX_NOTE_LINKS = 5
-"""Sweeps to whose dashboards the experiment's note links."""
 # Raise it when the charts change: dashboards with a lower version are then replaced.
 CHARTS_VERSION = 4
 
@@ -42,8 +37,6 @@ _MAX_NAME_CHARACTERS = 80
 _MARK = "runner"
 """Key of our mark in a state."""
 _PACKED_PREFIX = "deflate;"
-_NOTE_BEGIN = "Lost the charts after a reload? Open them again: "
-_OLDEST_VERSION = (3, 15)
 # MLflow takes a run's color from its id, and gives two runs of a sweep the same one. A sweep
 # with more than these 16 runs begins again with the first.
 _COLORS = (
@@ -58,23 +51,14 @@ class SweepView(NamedTuple):
     Attributes:
         sweep_id: of the sweep.
         parent: id of its parent run.
-        name: of the view; a long one is cut.
-        swept_keys: that the sweep varies; empty where they are not known.
+        name: of the view; a long one is cut. Empty in a job of the sweep, which does not know it.
+        swept_keys: that the command varies, which a job does not know either.
     """
 
     sweep_id: str
     parent: str
     name: str
     swept_keys: Sequence[str] = ()
-
-
-def is_supported(version: str) -> bool:
-    """Return whether the pages of this MLflow show the dashboards: 3.15 or newer.
-
-    They were opened in a browser on 3.17.2 and 3.18.0; for 3.15.2 and 3.16.1 the scripts were read.
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return bool(numbers) and tuple(map(int, numbers.groups())) >= _OLDEST_VERSION
 
 
 def sweep_key(sweep_id: str) -> str:
@@ -111,23 +95,11 @@ def sweep_links(experiment_id: str | None, run_id: str | None, sweep_id: str) ->
     return f"[Report]({report[1:]}) · [Charts]({charts[1:]})"
 
 
-def dashboard_note(experiment_id: str, tags: Mapping[str, str]) -> str:
-    """Return Markdown for the experiment's note, which MLflow shows on its pages.
-
-    Args:
-        experiment_id: of the experiment.
-        tags: of the experiment; the newest dashboards among them get a link each.
-    """
-    # The links are needed after a reload, which falls back to MLflow's own charts.
-    links = []
-    for made_ms, tag in _dated_sweep_tags(tags)[:MAX_NOTE_LINKS]:
-        key = tag.removeprefix(VIEW_TAG_PREFIX)
-        name = (
-            f"{json.loads(tags[tag])['name']}, {datetime.fromtimestamp(made_ms / 1000):%d %b %H:%M}"
-        )
-        links.append(f"[{markdown_text(name)}]({dashboard_path(experiment_id, key)[1:]})")
-    links.append(f"[{DASHBOARD_NAME}]({dashboard_path(experiment_id)[1:]})")
-    return _NOTE_BEGIN + " · ".join(links)
+def dashboard_note(experiment_id: str) -> str:
+    """Return Markdown for the experiment's note, which MLflow shows on its pages."""
+    # It is needed after a reload, which falls back to MLflow's own table and charts.
+    link = f"[{DASHBOARD_NAME}]({dashboard_path(experiment_id)[1:]})"
+    return f"{link}. The page of a sweep links to its report and charts."
 
 
 def run_color(number: int) -> str:
@@ -197,17 +169,17 @@ def sweep_state(view: SweepView, metrics: Collection[str] = ()) -> dict[str, Any
 
 
 def group_state(keys: Sequence[str]) -> dict[str, Any] | None:
-    """Return the page's grouping of a sweep's runs over seeds: a line and a band for each group.
+    """Return the page's grouping of a sweep's runs: one color, line and band over the seeds each.
 
     Args:
-        keys: that the sweep varies.
+        keys: that the command varies; mode=advise varies precision and seed without them.
 
     Returns:
-        None unless the sweep varies the seed.
+        None where no runs differ in the seed alone, unless they differ in the precision alone.
     """
-    if "seed" not in keys:
-        return None
     others = [key for key in keys if key not in ("precision", "seed")]
+    if others and "seed" not in keys:
+        return None
     group_keys = []
     for key in [*others, "precision"]:
         if key in ("precision", "model", "data"):
@@ -260,15 +232,13 @@ def tags_to_set(
         known = sorted(charted & {*metrics, *(mark["metrics"] if mark else ())})
         if _is_outdated(existing.get(tag), known):
             state = sweep_state(sweep, known)
-            # Only the sweep's own run knows what the sweep varies; its jobs keep the grouping.
-            state["groupBy"] = state["groupBy"] or old_state.get("groupBy")
-            new_tags[tag] = dashboard_tag(state, time_ms, sweep.name, known)
-    note = dashboard_note(experiment_id, {**existing, **new_tags})
-    old_note = existing.get(journals.NOTE_TAG) or ""
-    # A note of ours holds links alone.
-    rest = re.sub(r"\[[^\n]*?\]\(#/\S*\)( · )?", "", old_note)
-    if old_note != note and (not old_note or rest == _NOTE_BEGIN):
-        new_tags[journals.NOTE_TAG] = note
+            name = sweep.name or sweep.sweep_id
+            if old_state and not sweep.name:
+                name = json.loads(existing[tag])["name"]
+                state["groupBy"] = old_state.get("groupBy")
+            new_tags[tag] = dashboard_tag(state, time_ms, name, known)
+    if not existing.get(journals.NOTE_TAG):
+        new_tags[journals.NOTE_TAG] = dashboard_note(experiment_id)
     return new_tags
 
 
@@ -290,19 +260,14 @@ def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
     """Return the tags of the oldest sweeps' dashboards beyond MAX_SWEEPS."""
     # Every answer about an experiment carries all of its tags, and from 40 views on MLflow keeps
     # its users from saving their own.
-    return [tag for _, tag in _dated_sweep_tags(existing)[MAX_SWEEPS:]]
-
-
-def _dated_sweep_tags(existing: Mapping[str, str]) -> list[tuple[int, str]]:
-    """Return (Unix time in milliseconds, tag) of our sweeps' dashboards, the newest first."""
     dated_tags = []
     for tag, text in existing.items():
-        if not tag.startswith(VIEW_TAG_PREFIX + sweep_key("")):
-            continue
-        mark = _mark(unpack_state(text))
+        mark = (
+            _mark(unpack_state(text)) if tag.startswith(VIEW_TAG_PREFIX + sweep_key("")) else None
+        )
         if mark:
             dated_tags.append((mark["at"], tag))
-    return sorted(dated_tags, reverse=True)
+    return [tag for _, tag in sorted(dated_tags, reverse=True)[MAX_SWEEPS:]]
 
 
 def unpack_state(text: str) -> dict[str, Any] | None:
@@ -334,28 +299,24 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 def ensure_dashboard(
     client: "MlflowClient",
-    version: str,
     experiment_id: str,
     metrics: Collection[str] = (),
     sweep: SweepView | None = None,
-) -> str | None:
+) -> str:
     """Set or renew the dashboards of an experiment, and of a sweep of it.
 
     Args:
         client: of the store.
-        version: of the MLflow that shows the pages, see server_version.
         experiment_id: of the experiment.
         metrics: names of those that are logged.
         sweep: the sweep whose path is returned; None returns the experiment's.
 
     Returns:
-        The dashboard's path after the server's address; None where the version has no such views.
+        The dashboard's path after the server's address.
 
     Raises:
         MlflowException: the store refuses or cannot be reached.
     """
-    if not is_supported(version):
-        return None
     # Read now rather than cached: other runs, and users, change the tags meanwhile.
     tags = dict(client.get_experiment(experiment_id).tags)
     new = tags_to_set(tags, experiment_id, fmt.now_ms(), metrics, sweep)
@@ -364,21 +325,3 @@ def ensure_dashboard(
     for key in tags_to_delete({**tags, **new}):
         client.delete_experiment_tag(experiment_id, key)
     return dashboard_path(experiment_id, sweep_key(sweep.sweep_id) if sweep else DASHBOARD_KEY)
-
-
-def server_version(uri: str) -> str:
-    """Return the version of the MLflow that shows a store's pages: the server's, or the one here.
-
-    Raises:
-        MlflowException: the server does not answer.
-    """
-    import mlflow
-
-    if not uri.startswith("http"):
-        return str(mlflow.__version__)
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
-
-    # MLflow's client has no call for the version.
-    answer: Any = http_request(get_default_host_creds(uri), "/version", "GET")
-    return answer.text.strip() if answer.ok else "unknown"

@@ -67,8 +67,8 @@ class RunResult:
         as_trained: in mode=evaluate, the metrics that the checkpoint noted in its own precision.
         loss_scale: None for a precision without one.
         kernels: "emulated" for emulated arithmetic, whose speed is not reported.
-        dashboard: path of the store's page that compares the runs of the experiment, without the
-            server's address.
+        dashboard: path of the store's page that compares the runs of the sweep, without the
+            server's address; None for a run of no sweep.
         diverged_step: `steps` counts the whole block of steps that was read with it.
     """
 
