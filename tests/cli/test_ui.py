@@ -2,13 +2,13 @@
 
 import re
 import signal
+import socket
 from pathlib import Path
 
 import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from serving import free_port
 from waiting import wait_for
 
 from runner.cli.ui import _serve
@@ -80,8 +80,16 @@ def test_the_ui_says_when_it_is_ready_and_listens_on_loopback_only(start_command
 
 
 @pytest.mark.slow
-def test_the_end_of_a_server_that_does_not_start_is_printed_with_its_log(tmp_path, capsys):
-    assert _serve(f"sqlite:///{tmp_path}/missing/x.db", free_port(), {}) == 1
-    *_, error, last = capsys.readouterr().out.splitlines()
-    assert "unable to open database file" in error + Path(last.rpartition(" ")[2]).read_text()
+def test_the_end_of_a_server_that_does_not_start_is_printed_with_its_log(
+    tmp_path, capsys, empty_store
+):
+    uri = empty_store(tmp_path / "mlflow.db")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        assert _serve(uri, other.getsockname()[1], {}) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert any("already in use" in line for line in lines)
+    log = Path(last.rpartition(" ")[2])
+    assert lines[-1] in log.read_text()
+    log.unlink()
     assert last.startswith("MLflow's server ended with status ")

@@ -101,11 +101,12 @@ def test_the_bars_of_the_dashboard_are_the_reports_speed_and_memory(record, monk
 
 @pytest.mark.parametrize(("scale", "has_chart"), [("fixed=1024", False), ("init_scale=1e12", True)])
 def test_the_dashboard_draws_a_loss_scale_that_changes(record, scale, has_chart):
-    words = ["model=mlp", "precision=16-mixed", "train.max_steps=3"]
+    words = ["-m", "hydra/launcher=basic", "model=mlp", "precision=16-mixed", "train.max_steps=3"]
     _, run, client, _ = record(*words, f"precision.loss_scale.{scale}")
     assert "loss_scale/changes" in run.data.metrics
     tags = client.get_experiment(run.info.experiment_id).tags
-    state = dashboard.unpack_state(tags[dashboard.VIEW_TAG_PREFIX + dashboard.DASHBOARD_KEY])
+    key = dashboard.sweep_key(run.data.tags["sweep_id"])
+    state = dashboard.unpack_state(tags[dashboard.VIEW_TAG_PREFIX + key])
     names = [section["name"] for section in state["compareRunSections"]]
     assert ("Loss scale" in names) is has_chart
     drawn = {card["metricKey"] for card in state["compareRunCharts"] if "metricKey" in card}
