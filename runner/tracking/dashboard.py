@@ -137,7 +137,8 @@ def page_state(view: Literal["experiment", "sweep"]) -> dict[str, Any]:
     # - isAccordionReordered: else MLflow sorts the sections by their names;
     # - two columns: in MLflow's three the names are truncated; a table needs the whole width;
     # - metrics of which single dips and overflows count are listed as deleted: a line is drawn from
-    #   a few hundred of its points, and MLflow generates charts of metrics that are not listed.
+    #   a few hundred of its points, and MLflow generates charts of metrics that are not listed;
+    # - so are the parallel coordinates and the differences, which MLflow leaves empty for groups.
     states = json.loads(files(str(__package__)).joinpath("dashboard.json").read_text())
     return {**states["every"], **states[view]}
 

@@ -17,7 +17,7 @@ COMMAND = (
 PRECISIONS = ("32-true", "16-mixed")
 RUNS = [f"{precision} seed={seed}" for precision in PRECISIONS for seed in (0, 1)]
 NAME = "mlp on digits: 3 precisions × 2 seeds"
-SECTIONS = ["Loss and answer", "Quality", "Loss scale", "Gradient norm", "Trade-off", "Differences"]
+SECTIONS = ["Loss and answer", "Quality", "Loss scale", "Gradient norm", "Trade-off"]
 CARD = "[data-testid='experiment-view-compare-runs-card']"
 
 
@@ -60,7 +60,6 @@ def look(page, picture):
     for name in SECTIONS:
         page.get_by_text(name, exact=True).first.wait_for()
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 20")
-    page.get_by_text("Parallel Coordinates").wait_for()
     page.screenshot(path=picture)
     text = page.inner_text("body")
     assert "No charts in this section" not in text

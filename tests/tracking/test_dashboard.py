@@ -58,7 +58,6 @@ def test_a_named_view_has_the_form_of_mlflows_own():
         "Gradient norm",
         "Rounding",
         "Trade-off",
-        "Differences",
     ]
 
 
@@ -78,7 +77,7 @@ def test_every_chart_has_its_section_and_metrics_that_exist():
 
 def test_a_metric_that_no_run_logs_has_neither_chart_nor_section():
     state = dashboard.sweep_state(SWEEP, LANGUAGE)
-    assert names(state) == ["Loss and answer", "Quality", "Trade-off", "Differences"]
+    assert names(state) == ["Loss and answer", "Quality", "Trade-off"]
     # MLflow would make a chart of a metric that no card names.
     cards = dashboard.page_state("sweep")["compareRunCharts"]
     assert len(state["compareRunCharts"]) == len(cards)
@@ -151,7 +150,7 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
 
 def test_a_quality_of_rounding_alone_makes_no_section_of_quality():
     state = dashboard.sweep_state(SWEEP, ["train/loss", "val/loss", "guard/stagnant_share"])
-    assert names(state) == ["Loss and answer", "Rounding", "Differences"]
+    assert names(state) == ["Loss and answer", "Rounding"]
 
 
 def test_bars_are_of_metrics_that_finished_runs_alone_have():
