@@ -5,19 +5,22 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from runner.core import ConfigError, secrets, stop_signals
-from runner.tracking.uri import resolve_experiment, resolve_uri
+from runner.tracking.uri import LOOPBACK, is_answering, port_record, resolve_experiment, resolve_uri
 from runner.tracking.writer_process import upload_in_background
 
 FIRST_PORT = 5000
 LAST_PORT = 5100
+LOG_LINES = 12
+"""Last lines of its log that are shown of a server that ended by itself."""
 
 
 def ui(uri: str | None = None, experiment: str | None = None, port: str | None = None) -> int:
@@ -37,24 +40,31 @@ def ui(uri: str | None = None, experiment: str | None = None, port: str | None =
     """
     store = resolve_uri(uri)
     number = _port(port)
-    name = resolve_experiment(experiment)
-    base = secrets.redact(store) if store.startswith("http") else f"http://127.0.0.1:{number}"
-    print(f"store: {secrets.redact(store)}")
+    has_server = store.startswith("http")
+    base = secrets.redact(store) if has_server else f"http://{LOOPBACK}:{number}"
+    print(f"store: {secrets.redact(store)}", flush=True)
     upload_in_background(Path("outputs"))
-    pages = dict(dashboard_urls(store, base, name, make=uri is None))
-    for what, url in pages.items():
-        print(f"{what}: {url}", flush=True)
-    first = next(iter(pages.values()))
-    if store.startswith("http"):
-        _browse(first)
+    # It imports MLflow, for which a message about a mistyped port need not wait.
+    from runner.tracking.reader import Reader
+
+    paths = Reader(store, make=uri is None).pages(resolve_experiment(experiment))
+    pages = {what: f"{base}{path}" for what, path in paths}
+    if has_server:
+        _show(pages)
         return 0
-    return _serve(store, number, first)
+    if not port and number != FIRST_PORT:
+        print(f"port {FIRST_PORT} is in use: taking {number}", flush=True)
+    return _serve(store, number, pages)
 
 
-def _serve(uri: str, port: int, first: str) -> int:
-    """Run MLflow's server on loopback until Ctrl-C, and open the first page once it answers."""
+def _serve(uri: str, port: int, pages: Mapping[str, str]) -> int:
+    """Run MLflow's server on loopback until Ctrl-C, and show the pages once it answers.
+
+    Returns:
+        The exit status: 1 if the server ended by itself.
+    """
     program = [sys.executable, "-m", "mlflow", "server"]
-    command = [*program, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [*program, "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
     # The URI goes through the environment: arguments, with a password, are visible to all users.
     # MLflow's job execution (judges of language models) would start eight processes with 1.8 GB.
     env = {
@@ -63,56 +73,55 @@ def _serve(uri: str, port: int, first: str) -> int:
         "MLFLOW_BACKEND_STORE_URI": uri,
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-    print("Ctrl-C ends it.", flush=True)
-    with stop_signals.StopSignals() as signals:
-        server = subprocess.Popen(command, env=env)
+    descriptor, name = tempfile.mkstemp(".log", "runner-ui-")
+    log = Path(name)
+    record = port_record(uri)
+    with os.fdopen(descriptor) as out, stop_signals.StopSignals() as signals:
+        server = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
         try:
             with signals.interruptible():
-                while server.poll() is None and not _is_answering(port):
+                while server.poll() is None and not is_answering(port):
                     time.sleep(0.2)
                 if server.poll() is None:
-                    _browse(first)
-                return server.wait()
+                    # With it the commands that log to the store print the addresses of pages.
+                    if record:
+                        record.write_text(str(port))
+                    print(f"ready: http://{LOOPBACK}:{port}")
+                    _show(pages)
+                    if not _has_screen():
+                        host = socket.gethostname()
+                        print(f"from another machine: ssh -L {port}:localhost:{port} {host}")
+                    print("Ctrl-C ends it.", flush=True)
+                status = server.wait()
         except stop_signals.Stopped as error:
             for process in psutil.Process(server.pid).children(recursive=True):
                 process.terminate()
             server.terminate()
             server.wait()
+            log.unlink()
             return 0 if signals.number == signal.SIGINT else error.exit_status
+        finally:
+            if record:
+                record.unlink(missing_ok=True)
+    last_lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    print(*last_lines, f"MLflow's server ended with status {status}. Its log: {log}", sep="\n")
+    return 1
 
 
-def _is_answering(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def _show(pages: Mapping[str, str]) -> None:
+    """Print the pages, and open the first one if this machine has a screen."""
+    for what, url in pages.items():
+        print(f"{what}: {url}", flush=True)
+    if _has_screen():
+        webbrowser.open(next(iter(pages.values())))
 
 
-def _browse(url: str) -> None:
-    """Open a page in a browser if this machine has a screen."""
-    if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        webbrowser.open(url)
-
-
-def dashboard_urls(
-    uri: str, base: str, experiment: str, make: bool = True
-) -> Iterator[tuple[str, str]]:
-    """Yield the name and URL of each page: the report of the newest sweep, the dashboards of that
-    sweep and of the experiment, and its list of runs; for a store without the experiment, only its
-    front page.
-
-    Args:
-        uri: the store.
-        base: address of its server.
-        experiment: name of the experiment.
-        make: create the store's SQLite file if it is missing.
-
-    Raises:
-        ConfigError: the SQLite file is missing and `make` is False.
-        TrackingError: the store does not answer.
-    """
-    from runner.tracking.reader import Reader
-
-    for what, path in Reader(uri, make).pages(experiment):
-        yield what, f"{base}{path}"
+def _has_screen() -> bool:
+    """Return whether the user sits before this machine, rather than behind an SSH connection."""
+    if os.environ.get("SSH_CONNECTION"):
+        return False
+    displays = (os.environ.get("DISPLAY"), os.environ.get("WAYLAND_DISPLAY"))
+    return sys.platform == "darwin" or any(displays)
 
 
 def _port(text: str | None) -> int:
@@ -125,7 +134,7 @@ def _port(text: str | None) -> int:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((LOOPBACK, port))
             except OSError:
                 continue
             return port

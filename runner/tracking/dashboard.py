@@ -1,50 +1,42 @@
-"""Make the dashboard: a shared view of MLflow's runs page, stored as a tag of the experiment.
+"""Make the dashboards: shared views of MLflow's runs page, stored as tags of the experiment.
 
-MLflow does not document the form of such a tag. It was read from the scripts of its pages: 3.10.1,
-3.14.0, 3.15.2, 3.16.1, 3.17.2 and 3.18.0. A browser test compares it with the installed version.
-The state of the page is in dashboard.json. `ensure_dashboard` keeps the tags in a store, through an
-MLflow client; everything above it computes them only.
+The experiment's is a table of its sweeps with their answers, a sweep's has charts of its runs.
+MLflow does not document the form of such a tag. It was read from the scripts of its pages: 3.15.2,
+3.16.1, 3.17.2 and 3.18.0. A browser test compares it with the installed version.
+The states of the page are in dashboard.json. `ensure_dashboard` keeps the tags in a store, through
+an MLflow client; everything above it computes them only.
 """
 
 import base64
 import binascii
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from runner.core import fmt, journals
-from runner.output.markup import markdown_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 DASHBOARD_KEY = "precision-runner"
-DASHBOARD_NAME = "Precisions compared"
+DASHBOARD_NAME = "Sweeps and their answers"
 VIEW_TAG_PREFIX = "mlflow.sharedViewState."
 REPORT_PAGE = "report.html"
 """The artifact of a sweep's parent run that states the answer."""
 MAX_SWEEPS = 20
 """Sweeps of an experiment that have a dashboard of their own; see tags_to_delete."""
-MAX_NOTE_LINKS = 5
-"""Sweeps to whose dashboards the experiment's note links."""
 # Raise it when the charts change: dashboards with a lower version are then replaced.
-CHARTS_VERSION = 3
+CHARTS_VERSION = 4
 
 _MAX_NAME_CHARACTERS = 80
 """Upper bound on the name of a sweep's view, which MLflow shows in a menu."""
 _MARK = "runner"
 """Key of our mark in a state."""
 _PACKED_PREFIX = "deflate;"
-_NOTE_BEGIN = "Lost the charts after a reload? Open them again: "
-_OLDEST_VERSION = (3, 10)
-_NAMED_SINCE = (3, 15)
-"""The MLflow version from which on a view has a name and two dates."""
 # MLflow takes a run's color from its id, and gives two runs of a sweep the same one. A sweep
 # with more than these 16 runs begins again with the first.
 _COLORS = (
@@ -58,25 +50,15 @@ class SweepView(NamedTuple):
 
     Attributes:
         sweep_id: of the sweep.
-        parent: id of its parent run; None for the runs of the whole experiment.
-        name: of the view; a long one is cut.
-        swept_keys: that the sweep varies; empty where they are not known.
+        parent: id of its parent run.
+        name: of the view; a long one is cut. Empty in a job of the sweep, which does not know it.
+        swept_keys: that the command varies, which a job does not know either.
     """
 
     sweep_id: str
-    parent: str | None
+    parent: str
     name: str
-    swept_keys: tuple[str, ...] = ()
-
-
-def is_supported(version: str) -> bool:
-    """Return whether the pages of this MLflow show the dashboard: 3.10 or newer.
-
-    A named view needs 3.15; older versions read only the bare state. Opened in a browser: the bare
-    form on 3.10.1, 3.14.0, 3.17.2 and 3.18.0, the named one on 3.17.2 and 3.18.0. For 3.15.2 and
-    3.16.1 the scripts were read; versions below 3.10 were not tried.
-    """
-    return _major_minor(version) >= _OLDEST_VERSION
+    swept_keys: Sequence[str] = ()
 
 
 def sweep_key(sweep_id: str) -> str:
@@ -86,10 +68,11 @@ def sweep_key(sweep_id: str) -> str:
 
 def dashboard_path(experiment_id: str, key: str = DASHBOARD_KEY) -> str:
     """Return the dashboard's URL after the server's address."""
-    # It must not name a filter or an order: since 3.15 MLflow then ignores the shared view.
+    # It must not name a filter or an order: MLflow then ignores the shared view.
+    mode = "TABLE" if key == DASHBOARD_KEY else "CHART"
     return (
         f"/#/experiments/{quote(experiment_id, safe='')}/runs?viewStateShareKey="
-        f"{quote(key, safe='')}&compareRunsMode=CHART&workflowType=machine_learning"
+        f"{quote(key, safe='')}&compareRunsMode={mode}&workflowType=machine_learning"
     )
 
 
@@ -112,24 +95,11 @@ def sweep_links(experiment_id: str | None, run_id: str | None, sweep_id: str) ->
     return f"[Report]({report[1:]}) · [Charts]({charts[1:]})"
 
 
-def dashboard_note(experiment_id: str, tags: Mapping[str, str]) -> str:
-    """Return Markdown for the experiment's note, which MLflow shows on its pages.
-
-    Args:
-        experiment_id: of the experiment.
-        tags: of the experiment; the newest dashboards among them get a link each.
-    """
-    # The links are needed after a reload, which since 3.15 falls back to MLflow's own charts.
-    links = []
-    for made_ms, tag in _dated_sweep_tags(tags)[:MAX_NOTE_LINKS]:
-        key = tag.removeprefix(VIEW_TAG_PREFIX)
-        # Before 3.15 a view has no name.
-        named = not tags[tag].startswith(_PACKED_PREFIX)
-        name = json.loads(tags[tag])["name"] if named else key
-        name = f"{name}, {datetime.fromtimestamp(made_ms / 1000):%d %b %H:%M}"
-        links.append(f"[{markdown_text(name)}]({dashboard_path(experiment_id, key)[1:]})")
-    links.append(f"[{DASHBOARD_NAME}]({dashboard_path(experiment_id)[1:]})")
-    return _NOTE_BEGIN + " · ".join(links)
+def dashboard_note(experiment_id: str) -> str:
+    """Return Markdown for the experiment's note, which MLflow shows on its pages."""
+    # It is needed after a reload, which falls back to MLflow's own table and charts.
+    link = f"[{DASHBOARD_NAME}]({dashboard_path(experiment_id)[1:]})"
+    return f"{link}. The page of a sweep links to its report and charts."
 
 
 def run_color(number: int) -> str:
@@ -139,53 +109,54 @@ def run_color(number: int) -> str:
 
 
 def dashboard_tag(
-    state: Mapping[str, Any], version: str, time_ms: int, name: str, metrics: Collection[str]
+    state: Mapping[str, Any], time_ms: int, name: str, metrics: Sequence[str] = ()
 ) -> str:
-    """Return the value of a dashboard's tag in the form that a server of a version reads.
+    """Return the value of a dashboard's tag.
 
     Args:
-        state: of the page, see dashboard_state.
-        version: from 3.15 on the value has a name, which the menu of views shows; before, it is the
-            bare state.
+        state: of the page.
         time_ms: Unix time in milliseconds.
-        name: of the view.
-        metrics: those that the state was made for.
+        name: of the view, which the menu of views shows.
+        metrics: those that the state was made for, sorted.
     """
     # MLflow ignores keys that it does not know. By the digest a later run sees whether a user has
     # changed the view since.
-    mark = {
-        "version": CHARTS_VERSION,
-        "digest": _digest(state),
-        "at": time_ms,
-        "metrics": sorted(metrics),
-    }
+    mark = {"version": CHARTS_VERSION, "digest": _digest(state), "at": time_ms, "metrics": metrics}
     text = json.dumps({**state, _MARK: mark}, separators=(",", ":"))
     packed = _PACKED_PREFIX + base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-    if _major_minor(version) < _NAMED_SINCE:
-        return packed
+    name = name[:_MAX_NAME_CHARACTERS]
     return json.dumps({"name": name, "createdAt": time_ms, "updatedAt": time_ms, "state": packed})
 
 
-def dashboard_state(
-    parent_run_id: str | None = None, metrics: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the state of the page with our charts.
+def page_state(view: Literal["experiment", "sweep"]) -> dict[str, Any]:
+    """Return the page's state for an experiment, or for a sweep with every chart."""
+    # Where the values of dashboard.json come from:
+    # - a sweep's order is "Created" in this form: MLflow collapses runs that are sorted by its
+    #   usual name of the start time under their parents, and shows names without quotes as
+    #   "undefined". The first group, which is the first in the legends, is that of the first job;
+    # - isAccordionReordered: else MLflow sorts the sections by their names;
+    # - two columns: in MLflow's three the names are truncated; a table needs the whole width;
+    # - metrics of which single dips and overflows count are listed as deleted: a line is drawn from
+    #   a few hundred of its points, and MLflow generates charts of metrics that are not listed;
+    # - so are the parallel coordinates and the differences, which MLflow leaves empty for groups.
+    states = json.loads(files(str(__package__)).joinpath("dashboard.json").read_text())
+    return {**states["every"], **states[view]}
+
+
+def sweep_state(view: SweepView, metrics: Collection[str] = ()) -> dict[str, Any]:
+    """Return the state of the page with charts of a sweep's runs.
 
     Args:
-        parent_run_id: of a sweep, whose runs are shown by name; None shows all runs of the
-            experiment except the sweeps' parents, the newest first.
+        view: of the sweep.
         metrics: names that are logged. Charts of other metrics are deleted, because MLflow shows
             a section whose charts are all empty, and a scatter chart with one empty axis. Empty
             keeps all charts.
     """
-    page = _page()
-    if parent_run_id is not None:
-        # A quote cannot be escaped in a filter; MLflow's own ids hold none.
-        parent = parent_run_id.replace("'", "")
-        page["searchFilter"] = f"tags.`mlflow.parentRunId` = '{parent}'"
-        page["orderByKey"] = "tags.`mlflow.runName`"
-        page["orderByAsc"] = True
-        page["runsHiddenMode"] = "SHOW_ALL"
+    page = page_state("sweep")
+    # A quote cannot be escaped in a filter; MLflow's own ids hold none.
+    parent = view.parent.replace("'", "")
+    page["searchFilter"] = f"tags.`mlflow.parentRunId` = '{parent}'"
+    page["groupBy"] = group_state(view.swept_keys)
     if metrics:
         charts = page["compareRunCharts"]
         for card in charts:
@@ -199,16 +170,16 @@ def dashboard_state(
 
 
 def group_state(keys: Sequence[str]) -> dict[str, Any] | None:
-    """Return the page's grouping of a sweep's runs over seeds: a line and a band for each group.
+    """Return the page's grouping of a sweep's runs: one color, line and band over the seeds each.
 
     Args:
-        keys: that the sweep varies.
+        keys: that the command varies; mode=advise varies precision and seed without them.
 
     Returns:
-        None unless the sweep varies another key beside precision and seed, and several seeds.
+        None where no runs differ in the seed alone, unless they differ in the precision alone.
     """
     others = [key for key in keys if key not in ("precision", "seed")]
-    if "seed" not in keys or not others:
+    if others and "seed" not in keys:
         return None
     group_keys = []
     for key in [*others, "precision"]:
@@ -221,19 +192,6 @@ def group_state(keys: Sequence[str]) -> dict[str, Any] | None:
     return {"aggregateFunction": "average", "groupByKeys": group_keys}
 
 
-def _page() -> dict[str, Any]:
-    """Return the page's state for an experiment, with every chart."""
-    # Where the values of dashboard.json come from:
-    # - every field is there, because MLflow before 3.15 fills in no defaults;
-    # - the order is "Created", because MLflow collapses runs that are sorted by the usual name of
-    #   the start time under their parents;
-    # - isAccordionReordered: else MLflow sorts the sections by their names;
-    # - two columns: in MLflow's three the names are truncated; a table needs the whole width;
-    # - metrics of which single dips and overflows count are listed as deleted: a line is drawn from
-    #   a few hundred of its points, and MLflow generates charts of metrics that are not listed.
-    return json.loads(files(str(__package__)).joinpath("dashboard.json").read_text())
-
-
 def _axes(card: Mapping[str, Any]) -> set[str]:
     """Return the metrics that a chart shows."""
     metrics = {card[axis]["key"] for axis in ("xaxis", "yaxis") if axis in card}
@@ -243,86 +201,81 @@ def _axes(card: Mapping[str, Any]) -> set[str]:
 def tags_to_set(
     existing: Mapping[str, str],
     experiment_id: str,
-    version: str,
     time_ms: int,
     metrics: Collection[str] = (),
-    sweep: "SweepView | None" = None,
+    sweep: SweepView | None = None,
 ) -> dict[str, str]:
     """Return the experiment's tags to set, given those that it has.
 
-    A dashboard is written if there is none, and replaced if it is an older one of ours, lacks a
-    chart for these metrics or has the form of another version. One that a user changed stays as it
-    is, and so does a note.
+    A dashboard is written if there is none, and replaced if it is an older one of ours or lacks a
+    chart for these metrics. One that a user changed stays as it is, and so does a note.
 
     Args:
         existing: tags of the experiment.
         experiment_id: of the experiment.
-        version: of the server, or of MLflow here for a store without a server.
         time_ms: Unix time in milliseconds.
         metrics: names that runs log, added to those of an existing dashboard.
         sweep: whose dashboard is set, too.
     """
-    views = {VIEW_TAG_PREFIX + DASHBOARD_KEY: SweepView("", None, DASHBOARD_NAME)}
-    if sweep:
-        views[VIEW_TAG_PREFIX + sweep_key(sweep.sweep_id)] = sweep
-    # Metrics without a chart are left out: they would make every dashboard look outdated.
-    charted = [_axes(card) for card in _page()["compareRunCharts"] if not card["deleted"]]
-    shown_metrics = set(metrics) & set().union(*charted)
     new_tags: dict[str, str] = {}
-    for tag, view in views.items():
-        old = existing.get(tag, "")
-        old_state = unpack_state(old)
+    tag = VIEW_TAG_PREFIX + DASHBOARD_KEY
+    if _is_outdated(existing.get(tag), []):
+        new_tags[tag] = dashboard_tag(page_state("experiment"), time_ms, DASHBOARD_NAME)
+    if sweep:
+        tag = VIEW_TAG_PREFIX + sweep_key(sweep.sweep_id)
+        old_state = unpack_state(existing.get(tag, "")) or {}
+        # Metrics without a chart are left out: they would make every dashboard look outdated.
+        cards = page_state("sweep")["compareRunCharts"]
+        charted = set().union(*(_axes(card) for card in cards if not card["deleted"]))
+        # Runs of one sweep log different metrics; a later one must not remove the charts of an
+        # earlier one.
         mark = _mark(old_state)
-        # Runs of one experiment log different metrics; a later one must not remove the charts of
-        # an earlier one.
-        marked = set(mark["metrics"]) if mark else set()
-        known = shown_metrics | marked
-        state = dashboard_state(view.parent, known)
-        # Only the sweep's own run knows what the sweep varies; its jobs keep the grouping.
-        state["groupBy"] = group_state(view.swept_keys) or (old_state or state).get("groupBy")
-        name = view.name[:_MAX_NAME_CHARACTERS]
-        new = dashboard_tag(state, version, time_ms, name, known)
-        # A server that was upgraded, or downgraded, reads the other form.
-        form_differs = old.startswith(_PACKED_PREFIX) != new.startswith(_PACKED_PREFIX)
-        # A view without our mark is a user's, or was changed by one. A newer runner's charts stay:
-        # two versions that share a store would replace each other's.
-        age = CHARTS_VERSION - mark["version"] if mark else -1
-        is_outdated = age > 0 or (age == 0 and (form_differs or known != marked))
-        if not old or is_outdated:
-            new_tags[tag] = new
-    note = dashboard_note(experiment_id, {**existing, **new_tags})
-    old_note = existing.get(journals.NOTE_TAG) or ""
-    # A note of ours holds links alone.
-    rest = re.sub(r"\[[^\n]*?\]\(#/\S*\)( · )?", "", old_note)
-    if old_note != note and (not old_note or rest == _NOTE_BEGIN):
-        new_tags[journals.NOTE_TAG] = note
+        known = sorted(charted & {*metrics, *(mark["metrics"] if mark else ())})
+        if _is_outdated(existing.get(tag), known):
+            state = sweep_state(sweep, known)
+            name = sweep.name or sweep.sweep_id
+            if old_state and not sweep.name:
+                name = json.loads(existing[tag])["name"]
+                state["groupBy"] = old_state.get("groupBy")
+            new_tags[tag] = dashboard_tag(state, time_ms, name, known)
+    if not existing.get(journals.NOTE_TAG):
+        new_tags[journals.NOTE_TAG] = dashboard_note(experiment_id)
     return new_tags
+
+
+def _is_outdated(text: str | None, metrics: Sequence[str]) -> bool:
+    """Return whether a dashboard is to be written in the place of a tag's text, for some metrics.
+
+    A view without our mark is a user's, or was changed by one. A newer runner's stays, too: two
+    versions that share a store would replace each other's.
+    """
+    if not text:
+        return True
+    mark = _mark(unpack_state(text))
+    if not mark or mark["version"] > CHARTS_VERSION:
+        return False
+    return mark["version"] < CHARTS_VERSION or mark["metrics"] != metrics
 
 
 def tags_to_delete(existing: Mapping[str, str]) -> list[str]:
     """Return the tags of the oldest sweeps' dashboards beyond MAX_SWEEPS."""
     # Every answer about an experiment carries all of its tags, and from 40 views on MLflow keeps
     # its users from saving their own.
-    return [tag for _, tag in _dated_sweep_tags(existing)[MAX_SWEEPS:]]
-
-
-def _dated_sweep_tags(existing: Mapping[str, str]) -> list[tuple[int, str]]:
-    """Return (Unix time in milliseconds, tag) of our sweeps' dashboards, the newest first."""
     dated_tags = []
     for tag, text in existing.items():
-        if not tag.startswith(VIEW_TAG_PREFIX + sweep_key("")):
-            continue
-        mark = _mark(unpack_state(text))
+        mark = (
+            _mark(unpack_state(text)) if tag.startswith(VIEW_TAG_PREFIX + sweep_key("")) else None
+        )
         if mark:
             dated_tags.append((mark["at"], tag))
-    return sorted(dated_tags, reverse=True)
+    return [tag for _, tag in sorted(dated_tags, reverse=True)[MAX_SWEEPS:]]
 
 
 def unpack_state(text: str) -> dict[str, Any] | None:
-    """Return the state in a tag's value of either form; None if it cannot be read."""
+    """Return the state in a tag's value; None if it cannot be read."""
     try:
-        packed = text if text.startswith(_PACKED_PREFIX) else json.loads(text)["state"]
-        compressed = base64.b64decode(packed.removeprefix(_PACKED_PREFIX), validate=True)
+        packed = json.loads(text)["state"].removeprefix(_PACKED_PREFIX)
+        compressed = base64.b64decode(packed, validate=True)
         state = json.loads(zlib.decompress(compressed))
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error, binascii.Error):
         return None
@@ -345,59 +298,31 @@ def _digest(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _major_minor(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version; (0, 0) if it has none."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, numbers.groups())) if numbers else (0, 0)
-
-
 def ensure_dashboard(
     client: "MlflowClient",
-    version: str,
     experiment_id: str,
     metrics: Collection[str] = (),
     sweep: SweepView | None = None,
-) -> str | None:
+) -> str:
     """Set or renew the dashboards of an experiment, and of a sweep of it.
 
     Args:
         client: of the store.
-        version: of the MLflow that shows the pages, see server_version.
         experiment_id: of the experiment.
         metrics: names of those that are logged.
         sweep: the sweep whose path is returned; None returns the experiment's.
 
     Returns:
-        The dashboard's path after the server's address; None where the version has no such views.
+        The dashboard's path after the server's address.
 
     Raises:
         MlflowException: the store refuses or cannot be reached.
     """
-    if not is_supported(version):
-        return None
     # Read now rather than cached: other runs, and users, change the tags meanwhile.
     tags = dict(client.get_experiment(experiment_id).tags)
-    new = tags_to_set(tags, experiment_id, version, fmt.now_ms(), metrics, sweep)
+    new = tags_to_set(tags, experiment_id, fmt.now_ms(), metrics, sweep)
     for key, value in new.items():
         client.set_experiment_tag(experiment_id, key, value)
     for key in tags_to_delete({**tags, **new}):
         client.delete_experiment_tag(experiment_id, key)
     return dashboard_path(experiment_id, sweep_key(sweep.sweep_id) if sweep else DASHBOARD_KEY)
-
-
-def server_version(uri: str) -> str:
-    """Return the version of the MLflow that shows a store's pages: the server's, or the one here.
-
-    Raises:
-        MlflowException: the server does not answer.
-    """
-    import mlflow
-
-    if not uri.startswith("http"):
-        return str(mlflow.__version__)
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
-
-    # MLflow's client has no call for the version.
-    answer: Any = http_request(get_default_host_creds(uri), "/version", "GET")
-    return answer.text.strip() if answer.ok else "unknown"

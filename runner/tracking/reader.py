@@ -123,7 +123,9 @@ class Reader:
         return next(self._search(ids, "tags.role = 'sweep'"), None)
 
     def pages(self, experiment: str) -> Iterator[tuple[str, str]]:
-        """Yield the title and the path, after the server's address, of an experiment's pages.
+        """Yield the title and the path, after the server's address, of an experiment's pages:
+        the report of the newest sweep, the dashboards of that sweep and of the experiment, and its
+        list of runs; of a store without the experiment, only its front page.
 
         Missing dashboards are set up if the store permits it.
         """
@@ -131,20 +133,20 @@ class Reader:
         if stored is None:
             yield f"no experiment {experiment!r} yet", ""
             return
-        version = self._ask(lambda: dashboard.server_version(self.uri))
         parent = self.newest_sweep(experiment)
         if parent:
             # A sweep has its report from its end on, unless it was refused before its first job.
             if REPORT_PAGE in self.artifacts(parent.run_id):
                 page = run_path(stored.experiment_id, parent.run_id, REPORT_PAGE)
                 yield "report of the newest sweep", page
-            view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name)
-            path = self._dashboard_path(stored, version, view)
+            keys = parent.tags.get("swept", "").split()
+            view = SweepView(parent.tags["sweep_id"], parent.run_id, parent.name, keys)
+            path = self._dashboard_path(stored, view)
             if path:
                 yield "newest sweep", path
-        path = self._dashboard_path(stored, version)
+        path = self._dashboard_path(stored)
         if path:
-            yield "dashboard", path
+            yield "sweeps", path
         yield "runs", f"/#/experiments/{stored.experiment_id}/runs?workflowType=machine_learning"
 
     def jobs(self, parent: StoredRun) -> list[StoredRun]:
@@ -287,13 +289,13 @@ class Reader:
                 self._ask(partial(self.client.delete_tag, run.run_id, name))
 
     def _dashboard_path(
-        self, experiment: "Experiment", version: str, sweep: SweepView | None = None
+        self, experiment: "Experiment", sweep: SweepView | None = None
     ) -> str | None:
         """Return the path of a dashboard, set up if need be; None if it cannot be."""
         experiment_id = experiment.experiment_id
         try:
             return self._ask(
-                lambda: dashboard.ensure_dashboard(self.client, version, experiment_id, sweep=sweep)
+                lambda: dashboard.ensure_dashboard(self.client, experiment_id, sweep=sweep)
             )
         except errors.TrackingError:
             # A user without write permission still sees a dashboard that exists.

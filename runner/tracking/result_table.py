@@ -11,7 +11,7 @@ from rich.table import Table
 
 from runner.core import Console, RunResult, fmt, layout, run_result, secrets, terminal
 from runner.tracking.dashboard import run_path
-from runner.tracking.uri import resolve_experiment, resolve_uri
+from runner.tracking.uri import local_server, resolve_experiment, resolve_uri
 
 METRIC_PREFIX = "metric."
 """Begins the columns of the job's last metrics, for example metric.val/loss."""
@@ -19,10 +19,6 @@ METRIC_PREFIX = "metric."
 
 SETTING_PREFIX = "set."
 """Begins the columns of what the job's overrides set, for example set.optimizer.lr."""
-
-
-UI_ADDRESS = "http://127.0.0.1:5000"
-"""Where `runner ui` serves the pages of a store without a server."""
 
 
 FIXED_COLUMNS = {
@@ -73,6 +69,7 @@ def table_rows(results: Sequence[RunResult]) -> list[dict[str, object]]:
         for name, each in FIXED_COLUMNS.items():
             value = getattr(result, name, getattr(result, each.name))
             row[name] = " ".join(value) if isinstance(value, list) else value
+        row["step_ms"] = result.timed_step_ms
         for name, number in result.metrics.items():
             row[f"{METRIC_PREFIX}{name}"] = number
         for key, text in setting_values(result).items():
@@ -158,6 +155,8 @@ def result_rows(result: RunResult) -> list[tuple[str, str]]:
 def page_lines(result: RunResult, what: str = "run", artifact: str = "") -> list[tuple[str, str]]:
     """Return name and text of each line on where MLflow shows a run; none without tracking.
 
+    Pages have an address only while a server shows them, see local_server.
+
     Args:
         result: of the run, with its ids in the store.
         what: the word for the run.
@@ -165,16 +164,18 @@ def page_lines(result: RunResult, what: str = "run", artifact: str = "") -> list
     """
     # runner.load keeps no store that this command does not name.
     uri = result.tracking_uri or "<its store>"
-    # A store without a server has its pages at the address where `runner ui` serves them.
-    server = uri.rstrip("/") if uri.startswith("http") else UI_ADDRESS
+    server = uri.rstrip("/") if uri.startswith("http") else None
     lines = []
     if result.run_id:
         text = f"{what} {result.run_id}"
-        if not uri.startswith("http"):
+        if not server:
             text += f"; to see it: {ui_command(uri, result.experiment)}"
+            server = local_server(uri, result.run_id)
+        lines.append(("MLflow", text))
+    if server and result.run_id:
         page = run_path(result.experiment_id, result.run_id, artifact)
-        lines += [("MLflow", text), ("page", f"{server}{page}")]
-    if result.dashboard:
+        lines.append(("page", f"{server}{page}"))
+    if server and result.dashboard:
         lines.append(("dashboard", f"{server}{result.dashboard}"))
     return lines
 

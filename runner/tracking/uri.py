@@ -9,12 +9,13 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
 from importlib.metadata import entry_points
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from runner.core import ConfigError, files, secrets
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Experiment
 
 DEFAULT_EXPERIMENT = "precision-runner"
+LOOPBACK = "127.0.0.1"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = ("http", "https", "databricks", *_DATABASES)
 _SCHEME = re.compile(r"([a-z][a-z0-9.-]*)(?:\+[\w.-]*)?:", re.IGNORECASE)
@@ -297,6 +299,42 @@ def sqlite_path(uri: str) -> Path | None:
     """Return the database file of an absolute SQLite URI; None for any other store."""
     prefix, _, rest = uri.partition(":///")
     return Path(unquote(rest.partition("?")[0])) if prefix.split("+")[0] == "sqlite" else None
+
+
+def port_record(uri: str) -> Path | None:
+    """Return the file beside a SQLite store that holds the port of its `runner ui`, if one runs.
+
+    None for any other store.
+    """
+    database = sqlite_path(uri)
+    return database and database.with_name(f"{database.name}.port")
+
+
+def local_server(uri: str, run_id: str) -> str | None:
+    """Return the address of the `runner ui` of this machine that serves a run of a store, or None.
+
+    The server is asked for the run: one of another folder may have taken the recorded port.
+    """
+    record = port_record(uri)
+    if record:
+        with suppress(OSError, ValueError):
+            port = int(files.read_text(record))
+            if is_answering(port, f"/api/2.0/mlflow/runs/get?run_id={quote(run_id)}"):
+                return f"http://{LOOPBACK}:{port}"
+    return None
+
+
+def is_answering(port: int, path: str = "/health") -> bool:
+    """Return whether a server on this machine answers a path, in the time that nobody notices."""
+    # Not by urllib, which may send the request to a proxy.
+    connection = HTTPConnection(LOOPBACK, port, timeout=0.3)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, OverflowError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _scheme(uri: str) -> str:

@@ -14,9 +14,10 @@ COMMAND = (
     "-m precision=32-true,16-mixed,tf32 seed=0,1 model=mlp train.max_steps=1000 "
     "train.eval_every=250 accelerator=cpu precision.loss_scale.init_scale=1e9"
 )
-RUNS = [f"{precision} seed={seed}" for precision in ("32-true", "16-mixed") for seed in (0, 1)]
+PRECISIONS = ("32-true", "16-mixed")
+RUNS = [f"{precision} seed={seed}" for precision in PRECISIONS for seed in (0, 1)]
 NAME = "mlp on digits: 3 precisions × 2 seeds"
-SECTIONS = ["Loss and answer", "Quality", "Loss scale", "Gradient norm", "Trade-off", "Differences"]
+SECTIONS = ["Loss and answer", "Quality", "Loss scale", "Gradient norm", "Trade-off"]
 CARD = "[data-testid='experiment-view-compare-runs-card']"
 
 
@@ -55,11 +56,10 @@ def axes(page):
 
 
 def look(page, picture):
-    """Check what is to be seen on a dashboard, whichever view it is."""
+    """Check what is to be seen on a sweep's dashboard."""
     for name in SECTIONS:
         page.get_by_text(name, exact=True).first.wait_for()
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 20")
-    page.get_by_text("Parallel Coordinates").wait_for()
     page.screenshot(path=picture)
     text = page.inner_text("body")
     assert "No charts in this section" not in text
@@ -71,22 +71,27 @@ def look(page, picture):
         assert kinds[metric] == "log", kinds
     for name in RUNS:
         assert page.get_by_role("link", name=name, exact=True).count() == 1
-        assert f"{name} (train/loss)" in text
+    for name in PRECISIONS:
+        assert f"{name} (train/loss)" in text, "a line for all of its seeds"
+    assert text.index("Group: 32-true") < text.index("Group: 16-mixed"), "the baseline is first"
+    assert "Sort: Created" in text
     for metric in ("loss_scale/value", "loss_scale/overflow", "val/perplexity"):
         assert metric not in kinds
     assert "loss_scale" not in [line.strip() for line in text.splitlines()], "a section of MLflow's"
 
 
-def test_the_url_at_the_end_opens_the_sweeps_charts(swept, page, tmp_path):
-    server, printed, _ = swept
-    url = re.search(r"^dashboard: http://[^/]+(/\S+)$", printed, re.M)[1]
-    page.goto(server.url + url)
+def test_the_dashboard_of_a_sweep_shows_its_charts(swept, page, tmp_path):
+    server, printed, folder = swept
+    assert "http:" not in printed, "no server answers yet"
+    page.goto(server.url + next(iter(results(folder).values()))["dashboard"])
     look(page, tmp_path / "dashboard.png")
 
 
 @pytest.mark.extended
-def test_the_note_on_the_experiments_page_links_to_charts_after_a_restart(swept, page, tmp_path):
-    server, *_ = swept
+def test_the_note_on_the_experiments_page_links_to_the_sweeps_after_a_restart(
+    swept, page, tmp_path
+):
+    server, _, folder = swept
     server.stop()
     server.start()
     page.goto(f"{server.url}/#/experiments/1/runs?workflowType=machine_learning")
@@ -95,12 +100,20 @@ def test_the_note_on_the_experiments_page_links_to_charts_after_a_restart(swept,
     with page.context.expect_page() as opened:
         link.click()
     assert opened.value.url.endswith(dashboard.dashboard_path("1"))
-    look(opened.value, tmp_path / "dashboard.png")
+    table = opened.value
+    table.get_by_text("answer/recommended_speed_ratio").first.wait_for()
+    table.get_by_text(answer(folder)[:40]).first.wait_for()
+    table.screenshot(path=tmp_path / "sweeps.png")
+    text = table.inner_text("body")
+    assert "Sort: Created" in text
+    assert "1 matching run" in text
+    assert not any(name in text for name in RUNS)
 
 
 def test_the_page_at_the_end_opens_the_answer_beside_mlflows_assistant(swept, browser, tmp_path):
     server, printed, folder = swept
-    path = re.findall(r"^page: http://[^/]+(/\S+)$", printed, re.M)[-1]
+    parent = re.search(r"parent run (\w+)", printed)[1]
+    path = dashboard.run_path("1", parent, dashboard.REPORT_PAGE)
     with browser.new_context(viewport={"width": 1366, "height": 768}) as context:
         page = context.new_page()
         page.goto(server.url + path)

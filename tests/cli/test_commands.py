@@ -5,9 +5,9 @@ import sqlite3
 import pytest
 import torch
 
-from runner.cli.ui import dashboard_urls
 from runner.core.base.accelerators import available_kinds
 from runner.precision.registry import precision_names, supported_precisions
+from runner.tracking.reader import Reader
 
 
 def test_doctor_lists_every_precision_for_every_device(main):
@@ -36,17 +36,17 @@ def test_pages_of_a_store_with_a_sweep(main, tmp_path):
     assert main(*command.split()).rc == 0
     database = tmp_path / "outputs" / "mlflow.db"
     uri = f"sqlite:///{database}"
-    found = dict(dashboard_urls(uri, "http://h", "precision-runner"))
+    found = dict(Reader(uri).pages("precision-runner"))
     with sqlite3.connect(database) as store:
         rows = store.execute("select value from tags where key='sweep_id'")
         (sweep_id,) = rows.fetchone()
         rows = store.execute("select key from experiment_tags").fetchall()
-    assert list(found) == ["report of the newest sweep", "newest sweep", "dashboard", "runs"]
+    assert list(found) == ["report of the newest sweep", "newest sweep", "sweeps", "runs"]
     assert found["report of the newest sweep"].endswith(
         "/artifacts/report.html?workflowType=machine_learning"
     )
     assert f"viewStateShareKey=precision-runner-{sweep_id}&" in found["newest sweep"]
     view = "mlflow.sharedViewState.precision-runner"
     assert {f"{view}-{sweep_id}", view} < {key for (key,) in rows}
-    found = dict(dashboard_urls(uri, "http://h", "another"))
-    assert found == {"no experiment 'another' yet": "http://h"}
+    found = dict(Reader(uri).pages("another"))
+    assert found == {"no experiment 'another' yet": ""}

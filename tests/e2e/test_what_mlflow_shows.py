@@ -100,12 +100,19 @@ def test_the_bars_of_the_dashboard_are_the_reports_speed_and_memory(record, monk
 
 
 @pytest.mark.parametrize(("scale", "has_chart"), [("fixed=1024", False), ("init_scale=1e12", True)])
-def test_the_dashboard_draws_a_loss_scale_that_changes(record, scale, has_chart):
-    words = ["model=mlp", "precision=16-mixed", "train.max_steps=3"]
-    _, run, client, _ = record(*words, f"precision.loss_scale.{scale}")
+def test_the_dashboard_draws_a_loss_scale_that_changes(
+    tmp_path, inside, empty_store, scale, has_chart
+):
+    uri = empty_store(tmp_path / "mlflow.db")
+    words = ["-m", "hydra/launcher=basic", "model=mlp", "precision=16-mixed", "train.max_steps=3"]
+    with inside(tmp_path) as main:
+        main(*words, f"precision.loss_scale.{scale}", f"tracking.uri={uri}").check_ok()
+    client = client_of(uri)
+    (run,) = client.search_runs(["1"], "tags.role = 'run'")
     assert "loss_scale/changes" in run.data.metrics
-    tags = client.get_experiment(run.info.experiment_id).tags
-    state = dashboard.unpack_state(tags[dashboard.VIEW_TAG_PREFIX + dashboard.DASHBOARD_KEY])
+    tags = client.get_experiment("1").tags
+    key = dashboard.sweep_key(run.data.tags["sweep_id"])
+    state = dashboard.unpack_state(tags[dashboard.VIEW_TAG_PREFIX + key])
     names = [section["name"] for section in state["compareRunSections"]]
     assert ("Loss scale" in names) is has_chart
     drawn = {card["metricKey"] for card in state["compareRunCharts"] if "metricKey" in card}

@@ -41,8 +41,7 @@ def test_the_report_holds_the_jobs_of_every_machine(
     while first.tracker.run_id is None and time.monotonic() < end:
         time.sleep(0.05)
     joined = {**store, "sweep": first.manifest.id}
-    page = {"dashboard": "/#/shared", "tracking_uri": uri}
-    second = begun(tmp_path / "second", "bf16-mixed", joined, examples_per_second=150.0, **page)
+    second = begun(tmp_path / "second", "bf16-mixed", joined, examples_per_second=150.0)
     pair = [second, first] if last == "first machine" else [first, second]
     pair[0].end(0)
     capsys.readouterr()
@@ -55,15 +54,15 @@ def test_the_report_holds_the_jobs_of_every_machine(
     for text in (report, local, parent.tags["mlflow.note.content"], shown):
         assert "bf16-mixed with more seeds: 1.50 × as fast as 32-true" in text
     answer = json.loads(reader.artifact(parent.run_id, "report.json"))["answer"]
-    verdicts = {key: text for key, text in parent.tags.items() if key.startswith("verdict/")}
-    assert answer == parent.metrics | verdicts, "of the page and of the store"
+    tags = {key: text for key, text in parent.tags.items() if key.startswith("verdict/")}
+    tags |= {key: parent.tags[key] for key in ("answer", "recommended")}
+    assert answer == parent.metrics | tags, "of the page and of the store"
     assert answer["verdict/bf16-mixed"] == "not judged"
     assert parent.metrics["answer/speed_ratio/bf16-mixed"] == 1.5
     place = f"#/experiments/{parent.experiment_id}/runs/{parent.run_id}"
     assert f"]({place}/artifacts/report.html?workflow" in parent.tags["mlflow.note.content"]
-    assert last == "second machine" or f"page: http://127.0.0.1:5000/{place}/artifacts/" in shown
+    assert "http:" not in shown, "no server answers"
     assert len(reader.artifacts(parent.run_id, "jobs")) == 2
-    assert last == "first machine" or "dashboard: http://127.0.0.1:5000/#/shared" in shown
 
 
 def test_the_report_of_one_machine_is_not_made_twice(tmp_path, monkeypatch):

@@ -19,13 +19,15 @@ TAG, SWEEP_TAG = (
     "mlflow.sharedViewState.precision-runner",
     "mlflow.sharedViewState.precision-runner-s1",
 )
+VIEWS = (TAG, SWEEP_TAG)
 SWEEP = dashboard.SweepView("s1", "0123abc", "32-true, 16-mixed")
+PLACE = dashboard.dashboard_path("7")
 NOW = 1_700_000_000_000
 LANGUAGE = ("train/loss", "val/loss", "val/perplexity", "perf/mean_examples_per_second")
 
 
-def written(existing=None, server="3.17.2", **more):
-    return dashboard.tags_to_set(existing or {}, "7", server, NOW, **more)
+def written(existing=None, **more):
+    return dashboard.tags_to_set(existing or {}, "7", NOW, **{"sweep": SWEEP, **more})
 
 
 def changed(text, **fields):
@@ -43,10 +45,12 @@ def test_a_named_view_has_the_form_of_mlflows_own():
     envelope = json.loads(written()[TAG])
     assert envelope.keys() == {"name", "createdAt", "updatedAt", "state"}
     assert (envelope["name"], envelope["createdAt"]) == (dashboard.DASHBOARD_NAME, NOW)
+    envelope = json.loads(written()[SWEEP_TAG])
+    assert envelope["name"] == "32-true, 16-mixed"
     packed = envelope["state"].removeprefix("deflate;")
     assert packed != envelope["state"]
     state = json.loads(zlib.decompress(base64.b64decode(packed)))
-    assert state == dashboard.unpack_state(written()[TAG])
+    assert state == dashboard.unpack_state(written()[SWEEP_TAG])
     assert names(state) == [
         "Loss and answer",
         "Quality",
@@ -54,23 +58,15 @@ def test_a_named_view_has_the_form_of_mlflows_own():
         "Gradient norm",
         "Rounding",
         "Trade-off",
-        "Differences",
     ]
 
 
-def test_servers_before_3_15_get_the_bare_state():
-    bare = written(server="3.14.0")[TAG]
-    assert bare.startswith("deflate;")
-    assert dashboard.unpack_state(bare) == dashboard.unpack_state(written()[TAG])
-
-
-@pytest.mark.parametrize("server", ["3.14.0", "3.17.2"])
-def test_a_dashboard_is_far_below_the_size_limit_of_an_experiments_tag(server):
-    assert max(map(len, written(server=server, sweep=SWEEP).values())) < 4000
+def test_a_dashboard_is_far_below_the_size_limit_of_an_experiments_tag():
+    assert max(map(len, written().values())) < 4000
 
 
 def test_every_chart_has_its_section_and_metrics_that_exist():
-    state = dashboard.dashboard_state()
+    state = dashboard.page_state("sweep")
     uuids = {section["uuid"] for section in state["compareRunSections"]}
     cards = state["compareRunCharts"]
     assert len({card["uuid"] for card in cards}) == len(cards)
@@ -80,35 +76,44 @@ def test_every_chart_has_its_section_and_metrics_that_exist():
 
 
 def test_a_metric_that_no_run_logs_has_neither_chart_nor_section():
-    state = dashboard.dashboard_state(metrics=LANGUAGE)
-    assert names(state) == ["Loss and answer", "Quality", "Trade-off", "Differences"]
+    state = dashboard.sweep_state(SWEEP, LANGUAGE)
+    assert names(state) == ["Loss and answer", "Quality", "Trade-off"]
     # MLflow would make a chart of a metric that no card names.
-    cards = dashboard.dashboard_state()["compareRunCharts"]
+    cards = dashboard.page_state("sweep")["compareRunCharts"]
     assert len(state["compareRunCharts"]) == len(cards)
     text = json.dumps([card for card in state["compareRunCharts"] if not card["deleted"]])
     assert "val/accuracy" not in text
     assert "val/perplexity" in text
 
 
-def test_a_sweeps_view_shows_its_runs_alone_and_an_experiments_all_but_parents():
-    assert (
-        dashboard.dashboard_state("0123abc")["searchFilter"]
-        == "tags.`mlflow.parentRunId` = '0123abc'"
-    )
-    assert dashboard.dashboard_state()["searchFilter"] == "tags.precision != ''"
+def test_an_experiments_view_is_a_table_of_sweeps_and_a_sweeps_has_charts_of_its_runs():
+    table = dashboard.unpack_state(written()[TAG])
+    assert table["searchFilter"] == "tags.role = 'sweep'"
+    assert table["selectedColumns"][0] == "tags.`answer`"
+    assert not table["compareRunCharts"]
+    charts = dashboard.unpack_state(written()[SWEEP_TAG])
+    assert charts["searchFilter"] == "tags.`mlflow.parentRunId` = '0123abc'"
     # MLflow draws the first 20 runs of a view otherwise.
-    assert dashboard.dashboard_state("0123abc")["runsHiddenMode"] == "SHOW_ALL"
+    assert charts["runsHiddenMode"] == "SHOW_ALL"
+
+
+def test_mlflow_can_name_the_order_of_each_view():
+    """It knows the start time, and shows of another key what stands in quotes."""
+    for view in ("experiment", "sweep"):
+        key = dashboard.page_state(view)["orderByKey"]
+        assert key == "attributes.start_time" or re.fullmatch(r".+\.`(.+)`", key)
 
 
 def test_a_url_names_the_view_and_nothing_that_overrides_it():
-    fragment = urlsplit(f"http://host:5000{dashboard.dashboard_path('7')}").fragment
-    place, _, query = fragment.partition("?")
-    assert place == "/experiments/7/runs"
-    assert parse_qs(query) == {
-        "viewStateShareKey": [dashboard.DASHBOARD_KEY],
-        "compareRunsMode": ["CHART"],
-        "workflowType": ["machine_learning"],
-    }
+    for key, mode in ((dashboard.DASHBOARD_KEY, "TABLE"), ("precision-runner-s1", "CHART")):
+        path = dashboard.dashboard_path("7", key)
+        place, _, query = urlsplit(f"http://host:5000{path}").fragment.partition("?")
+        assert place == "/experiments/7/runs"
+        assert parse_qs(query) == {
+            "viewStateShareKey": [key],
+            "compareRunsMode": [mode],
+            "workflowType": ["machine_learning"],
+        }
 
 
 def test_special_characters_in_a_share_key_are_escaped():
@@ -118,40 +123,20 @@ def test_special_characters_in_a_share_key_are_escaped():
 
 
 def test_a_quote_cannot_break_out_of_the_filter():
-    wanted = dashboard.dashboard_state("x' or params.a = 'b")["searchFilter"]
+    wanted = dashboard.sweep_state(SWEEP._replace(parent="x' or a = 'b"))["searchFilter"]
     assert wanted.count("'") == 2
 
 
-def test_the_note_links_to_the_newest_sweeps_whatever_the_servers_address():
-    tags = {}
-    for number in range(7):
-        sweep = dashboard.SweepView(f"s{number}", "0123abc", f"mlp: {number} [seeds]")
-        at = NOW + 60_000 * number
-        tags |= dashboard.tags_to_set(tags, "7", "3.17.2", at, sweep=sweep)
-    note = tags[NOTE_TAG]
-    assert note.startswith("Lost the charts after a reload? Open them again: [mlp: 6 [seeds], ")
-    places = [dashboard.dashboard_path("7", f"precision-runner-s{n}") for n in (6, 5, 4, 3, 2)]
-    assert re.findall(r"\]\((#.*?)\)", note) == [
-        path[1:] for path in (*places, dashboard.dashboard_path("7"))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("note", "is_ours"),
-    [
-        ("Lost the charts after a reload? Open them again: [a](#/x) · [b](#/y)", True),
-        ("Lost the charts after a reload? Open them again: [a](#/x). Ask Ann.", False),
-        ("[a](#/x)", False),
-    ],
-)
-def test_a_note_that_a_user_changed_is_kept(note, is_ours):
-    assert (NOTE_TAG in written({NOTE_TAG: note}, sweep=SWEEP)) is is_ours
+def test_the_note_links_to_the_sweeps_and_one_of_a_user_is_kept():
+    assert written()[NOTE_TAG].startswith(f"[Sweeps and their answers]({PLACE[1:]})")
+    assert NOTE_TAG not in written({NOTE_TAG: "Ask Ann."})
 
 
 def test_an_existing_dashboard_is_not_written_again():
-    first = written(sweep=SWEEP)
+    first = written()
     assert first.keys() == {TAG, SWEEP_TAG, NOTE_TAG}
-    assert written(first, sweep=SWEEP) == {}
+    assert written(first) == {}
+    assert written(sweep=None).keys() == {TAG, NOTE_TAG}
 
 
 def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
@@ -159,17 +144,17 @@ def test_a_dashboard_gains_the_charts_of_metrics_that_come_later():
     assert written(first, metrics=LANGUAGE[:2]) == {}
     assert written(first, metrics=["my/own"]) == {}
     second = written(first, metrics=["loss_scale/changes"])
-    assert second.keys() == {TAG}
-    assert names(dashboard.unpack_state(second[TAG]))[1:3] == ["Quality", "Loss scale"]
+    assert second.keys() == {SWEEP_TAG}
+    assert names(dashboard.unpack_state(second[SWEEP_TAG]))[1:3] == ["Quality", "Loss scale"]
 
 
 def test_a_quality_of_rounding_alone_makes_no_section_of_quality():
-    state = dashboard.dashboard_state(metrics=["train/loss", "val/loss", "guard/stagnant_share"])
-    assert names(state) == ["Loss and answer", "Rounding", "Differences"]
+    state = dashboard.sweep_state(SWEEP, ["train/loss", "val/loss", "guard/stagnant_share"])
+    assert names(state) == ["Loss and answer", "Rounding"]
 
 
 def test_bars_are_of_metrics_that_finished_runs_alone_have():
-    cards = dashboard.dashboard_state()["compareRunCharts"]
+    cards = dashboard.page_state("sweep")["compareRunCharts"]
     bars = {card["metricKey"] for card in cards if card["type"] == "BAR" and not card["deleted"]}
     timed = ("perf/mean_examples_per_second", "perf/mean_step_ms")
     assert bars == {*timed, "memory/compared_mib"}
@@ -178,7 +163,8 @@ def test_bars_are_of_metrics_that_finished_runs_alone_have():
 @pytest.mark.parametrize(
     ("keys", "grouped"),
     [
-        (("precision", "seed"), None),
+        (("precision", "seed"), [("tag", "precision")]),
+        ((), [("tag", "precision")]),  # of mode=advise
         (("precision", "optimizer.lr"), None),
         (("precision", "optimizer.lr", "seed"), [("param", "optimizer.lr"), ("tag", "precision")]),
         (
@@ -187,14 +173,15 @@ def test_bars_are_of_metrics_that_finished_runs_alone_have():
         ),
     ],
 )
-def test_runs_of_a_second_key_and_several_seeds_are_grouped(keys, grouped):
+def test_runs_that_differ_in_the_seed_or_the_precision_alone_are_grouped(keys, grouped):
     tag = written(sweep=SWEEP._replace(swept_keys=keys))
-    # The sweep's jobs do not know its keys: what they write keeps the grouping.
-    later = written(tag, sweep=SWEEP, metrics=["loss_scale/changes"])
-    for text in (tag[SWEEP_TAG], later.get(SWEEP_TAG, tag[SWEEP_TAG])):
+    # The sweep's jobs know neither its keys nor its name.
+    later = written(tag, sweep=SWEEP._replace(name=""), metrics=["loss_scale/changes"])
+    for text in (tag[SWEEP_TAG], later[SWEEP_TAG]):
         group = dashboard.unpack_state(text)["groupBy"]
         found = group and [(one["mode"], one["groupByData"]) for one in group["groupByKeys"]]
         assert found == grouped
+        assert json.loads(text)["name"] == SWEEP.name
     assert dashboard.unpack_state(tag[TAG])["groupBy"] is None
 
 
@@ -202,27 +189,22 @@ def test_an_older_dashboard_of_ours_is_replaced_and_a_newer_one_is_not(monkeypat
     first = written()
     monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
     second = written(first)
-    assert second.keys() == {TAG}
+    assert second.keys() == {TAG, SWEEP_TAG}
     monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION - 1)
     assert written({**first, **second}) == {}
-
-
-def test_another_server_gets_the_form_that_it_reads():
-    assert written(written(), server="3.14.0").keys() == {TAG}
-    assert written(written(server="3.14.0")).keys() == {TAG}
 
 
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "deflate;x", "deflate;eJwrLkksSQUABioCDQ==", "nothing"]
 )
 def test_a_view_of_another_author_is_not_replaced(text):
-    theirs = {TAG: text, NOTE_TAG: "our notes"}
+    theirs = {TAG: text, SWEEP_TAG: text, NOTE_TAG: "our notes"}
     assert written(theirs, metrics=LANGUAGE) == {}
 
 
 def test_a_dashboard_that_a_user_changed_is_not_replaced(monkeypatch):
     first = written()
-    first[TAG] = changed(first[TAG], hideEmptyCharts=False)
+    first = {**first, **{tag: changed(first[tag], hideEmptyCharts=False) for tag in VIEWS}}
     monkeypatch.setattr(dashboard, "CHARTS_VERSION", dashboard.CHARTS_VERSION + 1)
     assert written(first, metrics=LANGUAGE) == {}
 
@@ -231,25 +213,11 @@ def test_the_oldest_sweeps_dashboards_are_deleted_but_not_those_a_user_changed()
     tags = {}
     for number in range(dashboard.MAX_SWEEPS + 3):
         sweep = dashboard.SweepView(str(number), "0123abc", f"sweep {number}")
-        tags |= dashboard.tags_to_set(tags, "7", "3.17.2", NOW + number, sweep=sweep)
+        tags |= dashboard.tags_to_set(tags, "7", NOW + number, sweep=sweep)
     oldest = [f"{TAG}-{number}" for number in (0, 1, 2)]
     assert sorted(dashboard.tags_to_delete(tags)) == oldest
     tags[oldest[0]] = changed(tags[oldest[0]], orderByAsc=False)
     assert sorted(dashboard.tags_to_delete(tags)) == oldest[1:]
-
-
-@pytest.mark.parametrize(
-    ("server", "yes"),
-    [
-        ("3.10.1", True),
-        ("3.9.0", False),
-        ("2.22.1", False),
-        ("4.0.0rc1", True),
-        ("databricks", False),
-    ],
-)
-def test_servers_that_are_too_old_get_no_dashboard(server, yes):
-    assert dashboard.is_supported(server) is yes
 
 
 def test_neighbours_differ_in_color():
@@ -277,6 +245,7 @@ def scripts():
         r'PARALLEL="PARALLEL",\w+\.DIFFERENCE="DIFFERENCE"',
         r'MODEL_METRICS="Model metrics"',
         r'"mlflow\.runColor"',
+        r'DATE:"attributes\.start_time"',
     ],
 )
 def test_the_scripts_of_the_installed_mlflow_contain(piece):
@@ -287,5 +256,5 @@ def test_the_installed_pages_keep_every_field_of_the_state():
     """They drop what is not in their two lists."""
     lists = re.findall(r'=\[((?:"\w+",?){5,30})\]', scripts())
     known = {name for found in lists for name in re.findall(r'"(\w+)"', found)}
-    ours = dashboard.unpack_state(written()[TAG]).keys() - {"runner"}
-    assert ours <= known
+    for tag in VIEWS:
+        assert dashboard.unpack_state(written()[tag]).keys() - {"runner"} <= known

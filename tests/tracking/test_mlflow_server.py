@@ -77,6 +77,4 @@ def test_a_server_that_comes_late_and_goes_stores_a_whole_run(
     assert len(run.outputs.model_outputs) == 1
     (version,) = store.client.search_model_versions("name = 'net'")
     assert version.run_id == tracker.run_id
-    tags = store.client.get_experiment(tracker.experiment_id).tags
-    assert "mlflow.sharedViewState.precision-runner" in tags
-    assert tracker.dashboard.startswith(f"/#/experiments/{tracker.experiment_id}/runs?")
+    assert tracker.dashboard is None, "it belongs to no sweep"

@@ -10,6 +10,8 @@ from subprocess import PIPE
 
 import pytest
 from faults import progress_of
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from waiting import wait_for
 
 from runner.cli.sync import sync
@@ -196,17 +198,22 @@ def test_a_notice_names_the_experiment_that_replaces_a_deleted_one(begin, store,
     assert store.client.get_experiment(tracker.experiment_id).name == "old 2"
 
 
-def test_a_store_without_dashboards_gives_one_notice_alone(tmp_path, monkeypatch, empty_store):
+def test_a_store_that_refuses_dashboards_gives_one_notice_alone(tmp_path, monkeypatch, empty_store):
+    from runner.tracking.dashboard import SweepView
     from runner.tracking.writer.store import Store
 
-    monkeypatch.setattr("runner.tracking.dashboard.server_version", lambda uri: "3.9.0")
+    def refuse(*_):
+        raise MlflowException.invalid_parameter_value("no tags here")
+
+    monkeypatch.setattr(MlflowClient, "set_experiment_tag", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mlflow's, of SQLAlchemy
         store = Store(empty_store(tmp_path / "mlflow.db"))
         experiment = store.experiment("plain")
-    assert [store.dashboard(experiment, (), None) for _ in range(3)] == [None] * 3
+    view = SweepView("s1", "0123abc", "mlp")
+    assert [store.dashboard(experiment, (), view) for _ in range(3)] == [None] * 3
     (notice,) = store.notices
-    assert "runs MLflow 3.9.0" in notice
+    assert "no tags here" in notice
 
 
 def test_a_deleted_experiment_that_is_asked_for_by_id_is_refused(

@@ -26,7 +26,7 @@ def fake_store():
     """
     store = create_autospec(Store, instance=True)
     store.notices, store.failures, store.taken = [], [], []
-    store.parents, store.sweep_names = {}, {}
+    store.parents = {}
 
     def answer(name):
         def call(*args):

@@ -68,8 +68,8 @@ class RunResult:
         loss_scale: None for a precision without one.
         note: of the user, tracking.note.
         kernels: "emulated" for emulated arithmetic, whose speed is not reported.
-        dashboard: path of the store's page that compares the runs of the experiment, without the
-            server's address.
+        dashboard: path of the store's page that compares the runs of the sweep, without the
+            server's address; None for a run of no sweep.
         diverged_step: `steps` counts the whole block of steps that was read with it.
     """
 
@@ -206,15 +206,22 @@ class RunResult:
             return self.peak_memory_mib
         return None if self.weights_mib is None else self.weights_mib + (self.optimizer_mib or 0)
 
+    @property
+    def timed_step_ms(self) -> float | None:
+        """Return the time of a step in milliseconds; None where the run was too short for a speed.
+
+        Such a run's `step_ms` serves to estimate how long a longer one would take.
+        """
+        return self.step_ms if self.examples_per_second else None
+
     def log_cost(self, tracker: "Tracker") -> None:
         """Log the speed and the memory that reports show, once, for a run that finished.
 
         A run that was not timed has no speed.
         """
-        timed = bool(self.examples_per_second)
         cost = {
-            "perf/mean_examples_per_second": self.examples_per_second if timed else None,
-            "perf/mean_step_ms": self.step_ms if timed else None,
+            "perf/mean_examples_per_second": self.examples_per_second or None,
+            "perf/mean_step_ms": self.timed_step_ms,
             "memory/compared_mib": self.memory_mib,
         }
         known = {name: value for name, value in cost.items() if value is not None}

@@ -315,7 +315,7 @@ COLUMNS = (
     ),
     Column("converted", group=lambda c, _: c.group.converted, is_quiet=True),
     Column("best", job=lambda job, _: job.best),
-    Column("step ms", job=lambda job, _: job.step_ms),
+    Column("step ms", job=lambda job, _: job.timed_step_ms),
     Column("health", verdict=lambda verdict, _: health_words(verdict), is_text=True),
 )
 

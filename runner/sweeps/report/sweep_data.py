@@ -175,7 +175,7 @@ class SweepData:
             status = 2 if failed else self.gate.exit_status
         elif failed:
             status = 1
-        return replace(found, failed=failed, exit_status=status, record=self._record())
+        return replace(found, failed=failed, exit_status=status, record=self._record(found))
 
     def _compared_answer(self) -> Answer:
         """Return the answer of a sweep that the user laid out."""
@@ -249,12 +249,16 @@ class SweepData:
         keys = [*map(fmt.override_key, words)]
         return keys == ["advise.max_gap"] or (keys == ["seed"] and not fixing_word(command))
 
-    def _record(self) -> AnswerRecord:
-        """Return what MLflow's parent run holds of the answer."""
+    def _record(self, answer: Answer) -> AnswerRecord:
+        """Return what MLflow's parent run holds of an answer."""
         sign = self.advice.request.sign if self.advice else 1
         judged = self._judged()
         metrics = {}
-        tags = {}
+        pick = answer.pick
+        # The dashboard of an experiment has a column of each.
+        tags = {"answer": answer.sentence, "recommended": pick.group.name if pick else ""}
+        if pick and pick.speed_ratio:
+            metrics["answer/recommended_speed_ratio"] = pick.speed_ratio.value
         for comparison, verdict in judged:
             group = comparison.group
             difference = comparison.difference

@@ -15,7 +15,8 @@ class AnswerRecord(NamedTuple):
         metrics: of each group of seeds the gap in quality (group minus baseline; of an evaluated
             checkpoint, minus what it reached in its own precision), half the width of the gap's
             confidence interval, and the ratios of speed and memory.
-        tags: the verdicts, which a resumed sweep may change.
+        tags: the sentence, the recommended group, and the verdicts, which a resumed sweep may
+            change.
         steps: the step of the metrics: the optimizer steps of all jobs.
     """
 

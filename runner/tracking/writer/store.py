@@ -131,17 +131,14 @@ class Store:
     Attributes:
         notices: messages for the user; whoever shows them empties the list.
         parents: the id of a sweep's parent run, by the sweep's id, as far as it is known.
-        sweep_names: the name of a sweep, by its id.
     """
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
         self._experiments: dict[str, str] = {}
-        self._version = ""
         self._dashboard_notice_given = False
         self.notices: list[str] = []
         self.parents: dict[str, str] = {}
-        self.sweep_names: dict[str, str] = {}
         database = sqlite_path(uri)
         with classify_errors(), _creation_lock(database):
             if database and not database.exists():
@@ -379,33 +376,23 @@ class Store:
             self._get_run(run_id)
 
     def dashboard(
-        self, experiment_id: str, metrics: Collection[str], sweep: dashboard.SweepView | None
+        self, experiment_id: str, metrics: Collection[str], sweep: dashboard.SweepView
     ) -> str | None:
         """Set up the dashboards, see dashboard.ensure_dashboard; return the path.
 
         Returns:
-            None, with one notice, if the store cannot have them; None if it does not answer.
+            None if the store does not answer, or refuses them.
         """
-        path = None
         try:
             with classify_errors():
-                self._version = self._version or dashboard.server_version(self.uri)
-                path = dashboard.ensure_dashboard(
-                    self._client, self._version, experiment_id, metrics, sweep
-                )
-            reason = (
-                f"{self.uri} runs MLflow {self._version}, whose pages cannot show the dashboard "
-                "(3.10 or newer can); its plain pages hold everything."
-            )
+                return dashboard.ensure_dashboard(self._client, experiment_id, metrics, sweep)
         except RefusedError as error:
-            reason = str(error)
+            if not self._dashboard_notice_given:
+                self._dashboard_notice_given = True
+                self.notices.append(f"There is no dashboard: {secrets.redact(str(error))}")
         except UnreachableError:
-            # No run depends on a dashboard, and the next one tries again.
-            return None
-        if path is None and not self._dashboard_notice_given:
-            self._dashboard_notice_given = True
-            self.notices.append(f"There is no dashboard: {secrets.redact(reason)}")
-        return path
+            pass  # no run depends on a dashboard, and the next one tries again
+        return None
 
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
         """Set the status and the end time (Unix milliseconds) of a run."""

@@ -329,29 +329,24 @@ class JournalUploader:
         self._earlier_steps = last_steps(journals.run_journals(self.journal)[:-1])
         if start["role"] == "sweep" and start["sweep"]:
             self._store.parents[start["sweep"]] = self._run_id
-            self._store.sweep_names[start["sweep"]] = start["name"]
         self._ensure_dashboard()
 
     def _ensure_dashboard(self, metrics: Collection[str] = ()) -> None:
-        """Set up the dashboards that show this run, and save the path of its own. May fail."""
+        """Set up the dashboards that show this run, and save the path of its sweep's. May fail."""
         store = self._store
-        view = None
-        sweep_id = self._start["sweep"]
-        experiment = self.state.experiment_id
-        assert experiment is not None
-        parent = store.parents.get(sweep_id)
-        if parent:
-            names = store.sweep_names
-            # Another process may have opened the sweep's run.
-            if not names.get(sweep_id):
-                with suppress(RefusedError, UnreachableError):
-                    names[sweep_id] = store.run_name(parent)
-            name = secrets.redact(names.get(sweep_id) or f"sweep {sweep_id}")
-            swept = str(self._start.get("tags", {}).get("swept", ""))
-            view = SweepView(sweep_id, parent, name, tuple(swept.split()))
-        path = store.dashboard(experiment, metrics, view)
         while store.notices:
             self.state.add_notice(store.notices.pop(0))
+        sweep_id = self._start["sweep"]
+        parent = store.parents.get(sweep_id)
+        experiment = self.state.experiment_id
+        # A run that belongs to no sweep has its own page alone.
+        if not parent or not experiment:
+            return
+        is_parent = self._start["role"] == "sweep"
+        name = secrets.redact(self._start["name"] or "") if is_parent else ""
+        swept = str(self._start.get("tags", {}).get("swept", ""))
+        view = SweepView(sweep_id, parent, name, swept.split())
+        path = store.dashboard(experiment, metrics, view)
         if path is not None:
             self.state.save(dashboard=path)
 

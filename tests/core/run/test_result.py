@@ -1,6 +1,8 @@
 import io
 import math
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 from rich.console import Console
@@ -8,7 +10,7 @@ from rich.console import Console
 from runner.core.base.fmt import format_number
 from runner.core.run.run_result import RunResult
 from runner.output.console import plain_console
-from runner.tracking.result_table import page_lines, print_result, read_results
+from runner.tracking.result_table import page_lines, print_result, read_results, table_rows
 
 DONE = RunResult(
     precision="16-mixed",
@@ -125,8 +127,7 @@ def test_the_pages_of_a_run_are_on_lines_of_their_own_in_every_width(width, tmp_
     assert not any("http" in line for line in lines[:-3]), "no column of the table"
     own = replace(run, tracking_uri=f"sqlite:///{tmp_path}/outputs/mlflow.db")
     lines = printed(own, width).splitlines()
-    assert "MLflow: run r1; to see it: python -m runner ui" in lines
-    assert f"page: http://127.0.0.1:5000{page}" in lines
+    assert lines[-1] == "MLflow: run r1; to see it: python -m runner ui"
     other = replace(run, tracking_uri="sqlite:////x.db", experiment="night")
     assert page_lines(other, "parent run")[0] == (
         "MLflow",
@@ -136,8 +137,46 @@ def test_the_pages_of_a_run_are_on_lines_of_their_own_in_every_width(width, tmp_
     # As runner.load returns the jobs of a sweep whose store this command does not name.
     unnamed = "run r1; to see it: python -m runner ui 'tracking.uri=<its store>'"
     assert page_lines(run)[0] == ("MLflow", unnamed)
-    assert f"page: http://127.0.0.1:5000{page}" not in printed(DONE, width)
     assert page_lines(DONE) == []
+
+
+def test_the_pages_of_a_local_store_are_those_of_a_server_that_has_the_run(tmp_path):
+    database = tmp_path / "mlflow.db"
+    record = tmp_path / "mlflow.db.port"
+    run = replace(DONE, run_id="r1", dashboard="/#/charts", tracking_uri=f"sqlite:///{database}")
+    alone = [("MLflow", page_lines(run)[0][1])]
+    assert page_lines(run) == alone, "no server"
+    asked = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200 if self.path.endswith("?run_id=r1") else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    for text in ("", "x", "999999", "1"):
+        record.write_text(text)
+        assert page_lines(run) == alone, text
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        record.write_text(str(server.server_port))
+        found = page_lines(run)
+        foreign = page_lines(replace(run, run_id="r2"))
+        server.shutdown()
+    assert [name for name, _ in found] == ["MLflow", "page", "dashboard"]
+    assert found[2][1] == f"{address}/#/charts"
+    assert foreign[1:] == [], "the server of another folder"
+    assert asked[-1] == "/api/2.0/mlflow/runs/get?run_id=r2"
+
+
+def test_a_run_that_was_not_timed_has_no_step_time_in_tables():
+    timed = replace(DONE, step_ms=2.0)
+    rows = table_rows([timed, replace(timed, examples_per_second=None)])
+    assert [row["step_ms"] for row in rows] == [2.0, None]
 
 
 def test_the_results_of_a_sweep_come_in_the_order_of_its_jobs(tmp_path):

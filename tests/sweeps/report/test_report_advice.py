@@ -69,14 +69,17 @@ def test_the_answer_in_mlflow_is_the_one_that_was_judged(mode: str) -> None:
     jobs = [*BASE, *trials("bf16-mixed", 0.001, 150.0)]
     data = SweepData([Job(job) for job in jobs], request=question)
     metrics, tags, _ = data.answer.record
+    verdicts = {name: text for name, text in tags.items() if name.startswith("verdict/")}
+    assert (tags["answer"], tags["recommended"]) == (data.answer.sentence, "bf16-mixed")
+    assert metrics["answer/recommended_speed_ratio"] == 1.5
     gate = gate_verdict(data.advice) if data.advice and mode == "gate" else None
     if gate is not None:
-        assert tags == {"verdict/bf16-mixed": "accepted"}
+        assert verdicts == {"verdict/bf16-mixed": "accepted"}
         assert metrics["answer/gap/bf16-mixed"] == gate.looks[-1].gap
         assert metrics["answer/gap_half_width/bf16-mixed"] == gate.looks[-1].half_width
     else:
         (test,) = [verdict.test for verdict in data.advice.verdicts if verdict.test]
-        assert tags == {"verdict/bf16-mixed": "recommended", "verdict/32-true": "baseline"}
+        assert verdicts == {"verdict/bf16-mixed": "recommended", "verdict/32-true": "baseline"}
         assert metrics["answer/gap/bf16-mixed"] == test.value
     assert metrics["answer/speed_ratio/bf16-mixed"] == 1.5
 

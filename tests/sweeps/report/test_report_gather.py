@@ -230,7 +230,7 @@ def test_a_second_device_changes_no_name_and_outdated_ones_are_cleared(stored, t
         metrics, tags, steps = SweepData([*map(Job, results)]).answer.record
         reader.log_answer(reader.run(parent), metrics, tags, steps)
     run = reader.run(parent)
-    speeds = {name: run.metrics[name] for name in run.metrics if "speed_ratio/" in name}
+    speeds = {name: run.metrics[name] for name in run.metrics if "/speed_ratio/" in name}
     first, second = "answer/speed_ratio/16-mixed", "answer/speed_ratio/16-mixed B"
     assert (speeds.pop(first), speeds.pop(second)) == (0.5, 1.0)
     base = "answer/speed_ratio/32-true"
@@ -238,7 +238,7 @@ def test_a_second_device_changes_no_name_and_outdated_ones_are_cleared(stored, t
     assert speeds.keys() == {f"{base} {GPU}", f"{first} {GPU}"}
     assert all(map(math.isnan, speeds.values())), "B was the first device, then it was not"
     verdicts = {tag for tag in run.tags if tag.startswith("verdict/")}
-    assert verdicts == tags.keys()
+    assert verdicts == {tag for tag in tags if tag.startswith("verdict/")}
     assert len(verdicts) == 4
 
 

@@ -80,6 +80,7 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
     assert read_json(tmp_path / "report.json")["answer"] == metrics | tags
     name = "bf16-mixed precision.x:1"
     assert metrics == {
+        "answer/recommended_speed_ratio": 1.0,
         "answer/speed_ratio/32-true": 1.0,
         "answer/memory_ratio/32-true": 1.0,
         f"answer/gap/{name}": other.difference.value,
@@ -89,6 +90,8 @@ def test_the_answer_is_what_the_comparison_says(direction, tmp_path):
     }
     word = "worse" if direction == "max" else "better"
     assert tags == {
+        "answer": data.answer.sentence,
+        "recommended": "32-true",
         "verdict/32-true": "baseline",
         f"verdict/{name}": word,
         "verdict/tf32": "unavailable here",
