@@ -98,12 +98,13 @@ class SweepResult:
         compared = self.data.compared
         if self.data.advice:
             gate = self.data.gate
-            verdicts = [gate.precision] if gate else self.data.advice.verdicts
-            compared = [verdict.comparison for verdict in verdicts]
+            rated = [gate.precision] if gate else self.data.advice.verdicts
+            compared = [verdict.comparison for verdict in rated]
         record = self.data.answer.record
-        rows = []
         # The record has a verdict on each group, in their order.
-        for comparison, (tag, verdict) in zip(compared, record.tags.items(), strict=True):
+        verdicts = {tag: text for tag, text in record.tags.items() if tag.startswith("verdict/")}
+        rows = []
+        for comparison, (tag, verdict) in zip(compared, verdicts.items(), strict=True):
             group = comparison.group
             row: dict[str, Any] = {"precision": group.precision}
             row |= {"settings": " ".join(group.settings), "device": group.device}

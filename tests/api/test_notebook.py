@@ -177,7 +177,7 @@ def test_jobs_in_processes_of_their_own_show_how_far_the_sweep_is(notebook):
     assert "\x1b" not in text
     lines = re.findall(r"^job (\d) of 2  32-true seed=(\d) .* finished", text, re.M)
     assert lines == [("1", "0"), ("2", "1")]
-    assert text.count("┃ job ") == 1  # one table
+    assert text.count("┃ precision ") == 1  # one table
     assert report.startswith("<iframe")
 
 

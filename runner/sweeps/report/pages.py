@@ -144,15 +144,17 @@ def print_answer(console: Console, data: SweepData) -> None:
     if not data.jobs:
         return
     answer = data.answer
+    # In a file or pipe a sentence stays on one line, for those who search it.
+    is_whole = not console.is_terminal
     if data.is_stopped:
         console.print("Stopped. Results so far:")
+    for note in data.notes:
+        console.print(note, soft_wrap=is_whole)
     if not data.advice:
         table = groups_table(data.compared, answer.pick)
         console.print(terminal_table(table, console.width))
     elif not data.gate:
         console.print(terminal_table(advice_table(data.advice), console.width))
-    # In a file or pipe a sentence stays on one line, for those who search it.
-    is_whole = not console.is_terminal
     console.print(f"\n{answer.sentence}", style="bold", soft_wrap=is_whole)
     if answer.remarks:
         console.print(" ".join(answer.remarks), soft_wrap=is_whole)
@@ -236,14 +238,14 @@ def _distinct(names: Iterable[str]) -> str:
 
 
 def _answer_blocks(data: SweepData) -> Iterator[Block]:
-    """Yield the answer, the command to type next, and the reservations."""
+    """Yield the answer, what it rests on, and the command to type next."""
     answer = data.answer
     yield Text(answer.sentence, "answer")
+    if answer.remarks:
+        yield Text(" ".join(answer.remarks))
     if answer.command:
-        if data.advice:
-            yield Text("Next:")
+        yield Text("Next:")
         yield Commands([str(answer.command)])
-    yield from map(Text, answer.remarks)
 
 
 def _compared_blocks(data: SweepData) -> Iterator[Block]:

@@ -100,7 +100,7 @@ def test_markdown_and_html_say_the_same(sweep, tmp_path):
         "7 of 10 jobs finished",
         CPU,
         "abc123",
-        "Train in bf16-mixed: 1.50 × as fast as 32-true; val/accuracy: within tolerance",
+        "Train in bf16-mixed: 1.50 × as fast as 32-true, val/accuracy within tolerance.",
         "Type precision=bf16-mixed.",
         "+0.0013 ± 0.0059",
         "Without a result",

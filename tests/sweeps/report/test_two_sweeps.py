@@ -66,8 +66,8 @@ def test_jobs_of_both_are_compared_with_32_true_of_the_first(tmp_path):
     assert "No setting, version or commit that A and B recorded differs." in page
     assert (
         "**Against 32-true of A: 2 within tolerance, 1 worse.**\n\n"
-        "16-mixed sweep=A: within tolerance, about as fast.\n\n"
-        "32-true sweep=B: within tolerance, about as fast.\n\n16-mixed sweep=B: worse, faster."
+        "16-mixed sweep=A: within tolerance, about as fast. "
+        "32-true sweep=B: within tolerance, about as fast. 16-mixed sweep=B: worse, faster."
     ) in page
     assert "| job | sweep | " in page
     assert "| 16-mixed | B | " in page
