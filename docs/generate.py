@@ -163,19 +163,20 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def hardware() -> str:
-    """Return on which hardware each mode has run: CI's CPUs, and GPUs whose suite types it."""
+    """Return which commands the GPU suite types, and which have never run on a GPU."""
     sources = [*(ROOT / "tests" / "gpu").glob("*.py"), ROOT / "bench" / "gpu" / "run.sh"]
     typed = "\n".join(path.read_text() for path in sources)
     pages = sorted((RESULTS / "gpu").glob("*.json"))
-    gpus = [json.loads(page.read_text())["device"] for page in pages]
-    words = {f"`mode={mode}`": f"mode={mode}" for mode in Mode.all() if mode != "train"}
-    words = {"a run, its resume": "", "`-m`, a sweep": "sweep=", **words}
-    words["`strategy=ddp`, `fsdp`, in one process"] = "strategy="
-    rows = [
-        [what, "yes", *["yes" if word in typed else "never"] * len(gpus)]
-        for what, word in words.items()
-    ]
-    return table(["command", "CPU", *gpus], rows)
+    gpus = ", ".join(json.loads(page.read_text())["device"] for page in pages)
+    words = {"runs and their resume": "", "sweeps": "sweep=", "ddp and fsdp": "strategy="}
+    words |= {f"`mode={mode}`": f"mode={mode}" for mode in Mode.all() if mode != "train"}
+    lists = {True: [], False: []}
+    for what, word in words.items():
+        lists[word in typed].append(what)
+    return (
+        f"On a CPU (in CI): everything. On an {gpus}: {', '.join(lists[True])}. "
+        f"Never on a GPU: {', '.join(lists[False])}."
+    )
 
 
 def keys() -> str:
