@@ -35,7 +35,7 @@ from runner.sweeps.report.load import (
     report_folder,
     result_of_run,
 )
-from runner.sweeps.report.pages import advice_html, write_report
+from runner.sweeps.report.pages import write_report
 from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.sweep import Sweep, finish_sweep
 from runner.sweeps.sweep_resume import resume_command
@@ -224,7 +224,7 @@ def advise(
     result = _run_sweep([*words, "mode=advise"], objects, config_dir, out)
     if result.data.advice is None:
         raise ConfigError(f"The trials in {result.folder} gave no advice.")
-    return replace(result.data.advice, page=advice_html(result.data), text=repr(result))
+    return replace(result.data.advice, page=result._repr_html_(), text=repr(result))
 
 
 @lasting_output()

@@ -29,7 +29,6 @@ from runner.output.markup import (
     Text,
     markdown,
     markdown_text,
-    notebook_frame,
     terminal_table,
     to_html,
     to_markdown,
@@ -161,11 +160,6 @@ def print_answer(console: Console, data: SweepData) -> None:
     # How to resume an unfinished sweep is said below.
     if answer.command and not answer.is_unfinished:
         console.print(f"Next: {answer.command}", soft_wrap=True)
-
-
-def advice_html(data: SweepData) -> str:
-    """Return the answer of mode=advise as a notebook shows it."""
-    return notebook_frame(to_html("mode=advise", [*_first_blocks(data), *_method_blocks(data)]))
 
 
 def _page_title(data: SweepData) -> str:
