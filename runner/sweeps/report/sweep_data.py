@@ -203,8 +203,10 @@ class SweepData:
             found = two_sweeps_conclusion(compared)
         else:
             found = sweep_conclusion(compared)
-        caveats = [*found.details, *filter(None, [self._typed_sentence(found)]), *caveats]
-        return Answer(found.text, caveats, noted, found.pick, self._next_command(found))
+        typed = [*filter(None, [self._typed_sentence(found)])]
+        remarks = [*found.details, *typed, *caveats]
+        command = self._next_command(found)
+        return Answer(found.text, remarks, [*typed, *noted], found.pick, command)
 
     def _typed_sentence(self, found: Conclusion) -> str:
         """Return what to type next; empty for trainings by another trainer."""
