@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from runner import __version__
-from runner.core import files, stop_signals
+from runner.core import files, stop_signals, torchrun
 from runner.output.lasting_output import lasting_output
 
 
@@ -32,7 +32,8 @@ def print_start() -> None:
     """Print a first line on a terminal: what follows imports torch, for seconds without a word."""
     # Those that answer at once.
     quick = {"--help", "-h", "--version", "-sc"}
-    if sys.stderr.isatty() and quick.isdisjoint(sys.argv):
+    is_first = torchrun.process_rank().is_main
+    if is_first and sys.stderr.isatty() and quick.isdisjoint(sys.argv):
         print(f"precision-runner {__version__} is starting ...", file=sys.stderr)
 
 

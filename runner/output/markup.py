@@ -37,6 +37,8 @@ LONG_CHARS = 32
 _BREAK = re.compile(r"(?<=[A-Za-z_]\.)|(?<=\.)(?=[A-Za-z_])")
 NOTEBOOK_HEIGHT = 640
 """Pixels of a page inside a notebook."""
+MAX_SECONDS = 2.5e11
+"""Unix time of the year 9892; datetime knows no year after 9999."""
 _ORIGIN_PACKAGES = ("torch", "precision-runner")
 """Packages whose versions the head of a page names."""
 Tone = Literal["", "good", "bad", "quiet"]
@@ -163,7 +165,8 @@ class Origin:
     def blocks(self) -> Iterator[Block]:
         """Yield the first lines of a page."""
         facts = [self.device, self.run]
-        if self.seconds is not None:
+        # A stranger's record may hold any number.
+        if self.seconds is not None and 0 < self.seconds < MAX_SECONDS:
             facts.insert(0, f"{datetime.fromtimestamp(self.seconds, UTC):%d %B %Y, %H:%M} UTC")
         commit = self.versions.get("git_commit")
         if commit:

@@ -70,9 +70,12 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
 
 def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
     """Return the gain and the loss of the recommended precision."""
-    gain = memory_words(pick.comparison) or "no costlier"
-    if pick.comparison.speed_verdict in ("faster", "slower"):
-        gain = speed_words(pick.comparison)
+    comparison = pick.comparison
+    gain = "no costlier"
+    if comparison.memory_ratio and comparison.memory_ratio < 1:
+        gain = memory_words(comparison) or gain
+    if comparison.speed_verdict == "faster" and advice.request.objective != "memory":
+        gain = speed_words(comparison)
     test = pick.test
     loss = f"{advice.request.noun} {VERDICT_WORDS[test.verdict]}" if test else "the baseline"
     return f"Use {pick.name}: {gain}, {loss}."
@@ -81,8 +84,11 @@ def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
 def _pick_details(pick: PrecisionVerdict) -> Sequence[str]:
     """Return the numbers behind a recommendation, and the memory that it takes."""
     numbers = f"{pick.name}: {reason_sentence(pick)}."
-    memory = memory_words(pick.comparison)
-    return [numbers, f"It takes {memory}."] if memory else [numbers]
+    details = [numbers]
+    if pick.comparison.speed_verdict in ("faster", "slower"):
+        details.append(f"{pick.name} is {speed_words(pick.comparison)}.")
+    memory = memory_words(pick.comparison, f"{pick.name} takes ")
+    return [*details, f"{memory}."] if memory else details
 
 
 def _stay_sentences(advice: Advice) -> list[str]:

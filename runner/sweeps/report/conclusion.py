@@ -32,6 +32,7 @@ from runner.sweeps.report.wording import (
 from runner.sweeps.verdict.compare import (
     BASELINE,
     MIN_GAIN_SEEDS,
+    SECOND_SWEEP,
     Comparison,
     Group,
     has_several_models,
@@ -61,6 +62,8 @@ MAX_ANSWER_WORDS = 15
 """Words of an answer; what it rests on follows as a paragraph."""
 MAX_CLAUSES = 2
 """Precisions or verdicts that an answer counts; the table has all."""
+_HARMFUL = (Verdict.WORSE, Verdict.STALLED, None)
+"""Verdicts, and no verdict, that count first."""
 MAX_PARTS = 12
 """Settings or devices whose conclusions stand under an answer."""
 _BEST_NOTE = (
@@ -83,6 +86,7 @@ class Conclusion:
             else what the sweep's own command lacks for an answer.
         aim: what the words are for, where the text does not say so.
         pick: see Answer.pick.
+        chosen: the precision to train in, with its own keys; empty where that is open.
     """
 
     text: str
@@ -90,6 +94,7 @@ class Conclusion:
     words: tuple[str, ...] = ()
     aim: str = ""
     pick: Comparison | None = None
+    chosen: str = ""
 
 
 def sweep_conclusion(comparisons: Sequence[Comparison]) -> Conclusion:
@@ -104,6 +109,9 @@ def sweep_conclusion(comparisons: Sequence[Comparison]) -> Conclusion:
         return Conclusion(_no_result_sentence(comparisons))
     if len(parts) == 1:
         return next(iter(parts.values()))
+    if any(comparison.group.is_evaluation for comparison in comparisons):
+        details = [f"On {device}: {part.text}" for device, part in parts.items()]
+        return Conclusion(f"Evaluated on {len(parts)} devices, nothing trained.", details)
     named = {}
     for device, part in parts.items():
         whole = " ".join([part.text, *part.details])
@@ -124,6 +132,8 @@ def _no_result_sentence(comparisons: Sequence[Comparison]) -> str:
 def two_sweeps_conclusion(comparisons: Sequence[Comparison]) -> Conclusion:
     """Return the verdicts on each group of two sweeps against 32-true of the first one."""
     others = [each for each in comparisons if each.baseline and not each.is_baseline]
+    if any(each.group.is_evaluation for each in comparisons):
+        return Conclusion("Two sweeps that evaluated: the table has the changes.")
     if not others:
         reason = f"A has no {BASELINE} job with the settings of another one"
         return Conclusion(f"Nothing is compared: {reason}.")
@@ -131,9 +141,12 @@ def two_sweeps_conclusion(comparisons: Sequence[Comparison]) -> Conclusion:
     for other in others:
         words = filter(None, [verdict_word(other), speed_word(other)])
         details.append(f"{other.group.name}: {', '.join(words) or 'no result'}.")
-    counts = Counter(verdict_word(other) or "without a result" for other in others)
-    verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common(MAX_CLAUSES))
-    return Conclusion(f"Against {BASELINE} of A: {verdicts}.", details)
+    second = [other for other in others if other.group.sweep == SECOND_SWEEP]
+    # What does harm comes first: it must not be among what is left out.
+    second.sort(key=lambda other: (other.verdict not in _HARMFUL, bool(other.group.quality)))
+    counts = Counter(verdict_word(o) if o.group.quality else "without a result" for o in second)
+    verdicts = [f"{count} {word}" for word, count in counts.items()]
+    return Conclusion(f"B against {BASELINE} of A: {join_names(verdicts)}.", details)
 
 
 def failure_sentence(comparisons: Sequence[Comparison], missing_jobs: str = "") -> str:
@@ -169,20 +182,22 @@ def _joint_conclusion(parts: Mapping[str, Conclusion], kind: str) -> Conclusion:
     details = [f"{name}: {part.text}" for name, part in [*parts.items()][:MAX_PARTS]]
     if len(parts) > MAX_PARTS:
         details.append(f"{len(parts) - MAX_PARTS} more {kind} are in the table.")
-    picks = Counter(part.pick.group.precision for part in parts.values() if part.pick)
+    picks = Counter(part.chosen for part in parts.values() if part.chosen)
     clauses = [f"in {name} in {count}" for name, count in picks.most_common(MAX_CLAUSES)]
-    undecided = {part.words: part.aim for part in parts.values() if not part.pick}
+    undecided = {part.words: part.aim for part in parts.values() if not part.chosen}
     # Settings that lack the same get it by one command.
     (words, aim), *other_words = [*undecided.items()] or [((), "")]
     if other_words:
         words, aim = (), ""
     if not clauses:
         text = f"None of {len(parts)} {kind} is decided yet."
-    elif picks.most_common(1)[0][1] == len(parts):
-        text = f"Train in {next(iter(picks))} in each of {len(parts)} {kind}."
-    else:
-        clauses[0] += f" of {len(parts)} {kind}"
-        text = f"Train {', '.join(clauses)}."
+        return Conclusion(text, details, words, aim)
+    (first, count), *_ = picks.most_common(1)
+    if count == len(parts):
+        text = f"Train in {first} in each of {len(parts)} {kind}."
+        return Conclusion(text, details, chosen=first)
+    clauses[0] += f" of {len(parts)} {kind}"
+    text = f"Train {', '.join(clauses)}."
     return Conclusion(text, details, words, aim)
 
 
@@ -295,9 +310,8 @@ def _evaluation_conclusion(groups: Sequence[Group]) -> Conclusion:
     by_checkpoint = fmt.grouped((shared_settings(group.settings), group) for group in evaluated)
     if not 1 <= len(by_checkpoint) <= MAX_LISTED_NAMES:
         best = best_group(groups)
-        return Conclusion(
-            f"Evaluated, nothing trained: best {best.name} with {_group_facts(best)}."
-        )
+        quality = f"{best.metric} {format_mean_sd(best.quality)}"
+        return Conclusion(f"Evaluated, nothing trained: best {best.name} with {quality}.")
     details = [sentence for each in by_checkpoint.values() for sentence in _changes(each)]
     return Conclusion(details[0], details[1:])
 
@@ -343,7 +357,7 @@ def _unjudged_conclusion(others: Sequence[Comparison]) -> Conclusion:
     """Compare speed and memory, which one seed measures; quality needs more."""
     timed = [other for other in others if other.speed_ratio and other.group.is_complete]
     if not timed:
-        return Conclusion(f"Stay with {BASELINE}: no other precision finished.")
+        return Conclusion(f"Stay with {BASELINE}: {_no_speed_reason(others)}.")
     fastest = _fastest(timed)
     is_faster = fastest.speed_verdict == "faster"
     if is_faster and fastest.has_stalled:
@@ -367,15 +381,14 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
     baseline = next(comparison for comparison in ended if comparison.is_baseline)
     complete = [other for other in others if other.group.is_complete and other.difference]
     timed = [other for other in complete if other.speed_ratio and not other.is_worse]
-    stay = (f"precision={BASELINE}",)
+    stay = {"words": (f"precision={BASELINE}",), "pick": baseline, "chosen": BASELINE}
     if not timed:
-        worse = []
-        for other in complete:
-            if other.difference and other.is_worse:
-                worse.append(f"{other.group.name} is {difference_words(other.difference)[0]}")
-        reason = f"the others are worse in {quality}" if worse else "no other one finished in full"
-        details = [f"{join_names(worse)}."] if worse else []
-        return Conclusion(f"Stay with {BASELINE}: {reason}.", details, stay, pick=baseline)
+        worse = [other for other in complete if other.is_worse]
+        reason = _no_speed_reason(others)
+        if worse:
+            verb = "is" if len(worse) == 1 else "are"
+            reason = f"{join_names(c.group.name for c in worse)} {verb} worse in {quality}"
+        return Conclusion(f"Stay with {BASELINE}: {reason}.", [*_verdicts(complete)], **stay)
     faster = [other for other in timed if other.speed_verdict == "faster"]
     as_good = (Verdict.BETTER, Verdict.INDISTINGUISHABLE)
     fit = [other for other in faster if other.has_learned and other.verdict in as_good]
@@ -383,21 +396,40 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
         return _open_conclusion(_fastest(faster), ended)
     pick = _fastest(fit or timed)
     assert pick.difference
-    verdict, numbers = difference_words(pick.difference)
-    evidence = ", ".join(filter(None, [numbers, f"{pick.difference.n} seeds"]))
-    details = [
-        f"{quality} of {pick.group.name}: {verdict} ({evidence}).",
-        *_cost_sentences(pick, timed),
-    ]
+    details = [*_verdicts([pick]), *_cost_sentences(pick, timed)]
     if fit:
         text = f"Train in {pick.group.name}: {speed_words(pick)}, {quality} {verdict_word(pick)}."
-        return Conclusion(text, details, (f"precision={pick.group.precision}",), pick=pick)
+        own = _own_keys(pick.group)
+        words = (f"precision={pick.group.precision}", *own)
+        chosen = " ".join([pick.group.precision, *own])
+        return Conclusion(text, details, words, pick=pick, chosen=chosen)
     text = f"Stay with {BASELINE}: nothing as good {_gain(pick)} faster."
     ratio = pick.speed_ratio
     is_unclear = pick.speed_verdict == "unclear" and not pick.was_busy
     if ratio and is_unclear and ratio.value > 1 + MIN_GAIN_SEEDS:
         return Conclusion(text, details, _more_seeds(ended, ratio.n), "to measure the speed")
-    return Conclusion(text, details, stay, pick=baseline)
+    return Conclusion(text, details, **stay)
+
+
+def _no_speed_reason(others: Sequence[Comparison]) -> str:
+    """Return why none of other precisions can be compared by its speed."""
+    is_any_whole = any(other.group.is_complete for other in others)
+    return f"no other precision {'was timed' if is_any_whole else 'finished in full'}"
+
+
+def _verdicts(compared: Sequence[Comparison]) -> Iterator[str]:
+    """Yield the verdict on the quality of each group, with the numbers behind it."""
+    for comparison in compared:
+        if comparison.difference:
+            verdict, numbers = difference_words(comparison.difference)
+            evidence = ", ".join(filter(None, [numbers, f"{comparison.difference.n} seeds"]))
+            yield f"{comparison.group.metric} of {comparison.group.name}: {verdict} ({evidence})."
+
+
+def _own_keys(group: Group) -> list[str]:
+    """Return the settings that the group does not share with its baseline."""
+    shared = shared_settings(group.settings)
+    return [word for word in group.settings if word not in shared]
 
 
 def _open_conclusion(rival: Comparison, ended: Sequence[Comparison]) -> Conclusion:
@@ -408,7 +440,7 @@ def _open_conclusion(rival: Comparison, ended: Sequence[Comparison]) -> Conclusi
     costs = _cost_sentences(rival, [rival])
     if not rival.has_learned:
         details = ["Where nothing is learned nothing can be judged.", *costs]
-        return Conclusion(f"{start} has learned nothing.", details)
+        return Conclusion(f"{start} cannot be judged.", details)
     if rival.has_stalled:
         words = (f"precision={BASELINE},{group.precision}", "precision.update=kahan")
         share = fmt.format_percent(group.stagnant_share)
@@ -486,7 +518,7 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
         if len(grids) > 1:
             yield Text(f"On {device or 'an unknown device'}:")
         best = [_measured_best([*column.values()]) for column in grid.values()]
-        names = _precisions(grid)
+        names = dict.fromkeys(name for column in grid.values() for name in column)
         rows = []
         for setting, column in grid.items():
             cells = [_quality_cell(column.get(name), best) for name in names]
@@ -503,17 +535,10 @@ def _grid(compared: Sequence[Comparison], device: str) -> Grid:
     cells = []
     for comparison in compared:
         group = comparison.group
-        shared = shared_settings(group.settings)
-        # The precision with the keys that it does not share with 32-true.
-        own_keys = [word for word in group.settings if word not in shared]
         if group.device == device:
-            name = " ".join([group.precision, *own_keys])
-            cells.append((" ".join(shared), (name, comparison)))
+            name = " ".join([group.precision, *_own_keys(group)])
+            cells.append((" ".join(shared_settings(group.settings)), (name, comparison)))
     return {setting: dict(column) for setting, column in fmt.grouped(cells).items()}
-
-
-def _precisions(grid: Grid) -> dict[str, None]:
-    return dict.fromkeys(name for column in grid.values() for name in column)
 
 
 def _quality_cell(comparison: Comparison | None, best: Sequence[Comparison | None]) -> Cell:

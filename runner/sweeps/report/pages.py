@@ -28,6 +28,7 @@ from runner.output.markup import (
     Table,
     Text,
     markdown,
+    markdown_code,
     markdown_text,
     terminal_table,
     to_html,
@@ -133,7 +134,8 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         parts = [*map(markdown, _answer_blocks(data)), links]
     else:
         # The command is in the run's tag, other caveats are in the report.
-        line = " · ".join(filter(None, [links, *map(markdown_text, answer.noted)]))
+        command = f"Next: {markdown_code(str(answer.command))}" if answer.command else ""
+        line = " · ".join(filter(None, [links, *map(markdown_text, answer.noted), command]))
         parts = [markdown(Text(answer.sentence, "answer")), line]
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -203,10 +203,11 @@ class SweepData:
             found = two_sweeps_conclusion(compared)
         else:
             found = sweep_conclusion(compared)
-        typed = [*filter(None, [self._typed_sentence(found)])]
-        remarks = [*found.details, *typed, *caveats]
         command = self._next_command(found)
-        return Answer(found.text, remarks, [*typed, *noted], found.pick, command)
+        # Without an aim the command says as much.
+        typed = self._typed_sentence(found) if found.aim or not command else ""
+        remarks = [*found.details, *filter(None, [typed]), *caveats]
+        return Answer(found.text, remarks, noted, found.pick, command)
 
     def _typed_sentence(self, found: Conclusion) -> str:
         """Return what to type next; empty for trainings by another trainer."""

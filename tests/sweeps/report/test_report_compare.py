@@ -214,7 +214,7 @@ def test_a_difference_within_the_noise_is_no_gain():
     assert answer_of(sweep).pick.group.name == "32-true"
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, (300.0,) * 3)]
     assert conclusion_of(*worse).startswith(
-        "Stay with 32-true: the others are worse in val/accuracy. b is worse by 0.19967 ± 0.00097. "
+        "Stay with 32-true: b is worse in val/accuracy. val/accuracy of b: worse by 0.19967 ± "
     )
     assert answer_of(worse).pick.group.name == "32-true"
 
@@ -275,8 +275,7 @@ def test_a_first_job_without_the_metric_leaves_the_verdict_to_the_other_seeds(fi
 
 
 @pytest.mark.parametrize(
-    ("qualities", "answer"),
-    [(WORSE, "the others are worse in val/accuracy. c is worse"), (SAME, "nothing as good")],
+    ("qualities", "answer"), [(WORSE, "c is worse in val/accuracy."), (SAME, "nothing as good")]
 )
 def test_a_precision_with_another_metric_is_not_compared(qualities, answer):
     other = by_loss(seeds("b", SAME, FAST))
@@ -289,7 +288,6 @@ def test_a_sweep_whose_lists_cannot_get_longer_is_not_resumed_for_more_seeds(fix
     jobs = [*seeds("32-true", (0.90, 0.91, 0.92)), *seeds("b", (0.905, 0.902, 0.92), FAST)]
     command = f"python -m runner -m precision=32-true,b seed=0,1,2 {fixing}"
     data = SweepData([*map(Job, jobs)], [command], folder="s")
-    assert "Type seed=0,1,2,3,4,5." in data.answer.text
     assert next_command(data) == (
         f"python -m runner -m precision=32-true,b {fixing} seed=0,1,2,3,4,5"
     )
@@ -375,6 +373,39 @@ CONCLUSIONS = {
 @pytest.mark.parametrize(("jobs", "text"), CONCLUSIONS.values(), ids=CONCLUSIONS)
 def test_the_conclusion_of(jobs, text):
     assert conclusion_of(*jobs) == text
+    assert len(answer_of(jobs).sentence.split()) <= 15
+
+
+def test_what_was_not_timed_is_not_called_worse():
+    """An emulated precision has no speed, and trains as well."""
+    emulated = seeds("c", SAME, (None,) * 3)
+    worse = seeds("b", WORSE, FAST)
+    text = conclusion_of(*seeds("32-true", NOISY), *worse, *emulated)
+    assert text.startswith("Stay with 32-true: b is worse in val/accuracy. ")
+    assert "val/accuracy of c: within tolerance (" in text
+    failed = [replace(worse[0], status="failed", metrics={}), *worse[1:]]
+    text = conclusion_of(*seeds("32-true", NOISY), *failed, *emulated)
+    assert text.startswith("Stay with 32-true: no other precision was timed. ")
+
+
+def test_what_to_type_has_the_own_keys_of_the_precision():
+    keys = "precision.keep_fp32=[head]"
+    base = seeds("32-true", NOISY, settings="")
+    kept = seeds("b", SAME, FAST, settings=keys)
+    data = SweepData(
+        [*map(Job, [*base, *kept])], [f"python -m runner -m precision=32-true,b {keys}"]
+    )
+    assert data.answer.sentence.startswith(f"Train in b {keys}: 2.04")
+    assert next_command(data) == f"python -m runner precision=b '{keys}'"
+
+
+def test_devices_agree_where_their_settings_do():
+    jobs = []
+    for device in (CPU, GPU):
+        for lr in ("lr=1", "lr=2"):
+            shared = {"device": device, "settings": lr}
+            jobs += [*seeds("32-true", NOISY, **shared), *seeds("b", SAME, FAST, **shared)]
+    assert answer_of(jobs).sentence == "Train in b in each of 2 devices."
 
 
 def test_the_conclusion_names_the_jobs_that_did_not_begin():
@@ -575,7 +606,7 @@ UNPROVEN = {
         {},
         "may be worse. Its val/accuracy may be 0.21 worse (-0.08 ± 0.13, 2 seeds, tolerated "
         "0.0036). About 3 seeds would decide, 5 s more.",
-        "Type sweep.resume=s seed=0,1,2.",
+        "sweep.resume=s seed=0,1,2",
     ),
     "three seeds that lose 10, 6 and 2 points": (
         {"32-true": (0.95, 0.93, 0.93), "b": (0.85, 0.87, 0.91)},
@@ -589,7 +620,7 @@ UNPROVEN = {
         {},
         "may be worse. Its val/accuracy may be 0.012 worse (-0.001 ± 0.011, 3 seeds, tolerated "
         "0.0058). About 6 seeds would decide, 15 s more.",
-        "Type sweep.resume=s seed=0,1,2,3,4,5.",
+        "sweep.resume=s seed=0,1,2,3,4,5",
     ),
     "weights that no longer move": (
         {"32-true": NOISY, "b": SAME},
@@ -602,7 +633,7 @@ UNPROVEN = {
         {},
         "may be worse. Its val/accuracy may be 0.013 worse (+0.003 ± 0.016, 2 seeds, tolerated "
         "0.0058). About 3 seeds would decide, 5 s more.",
-        "Type sweep.resume=s seed=0,1,2,3.",
+        "sweep.resume=s seed=0,1,2,3",
     ),
     "an accuracy of 1 in every seed": (
         {"32-true": (1.0,) * 3, "b": (1.0,) * 3},
@@ -620,7 +651,7 @@ def test_a_fast_precision_is_not_recommended_without_evidence(qualities, more, r
     text = conclusion_of(*jobs, folder="s")
     gains = "2.04 × as fast" if len(qualities["b"]) > 2 else "2.02 × as fast"
     assert text.startswith(f"Stay with 32-true for now: b, {gains}, {reason}")
-    assert typed in text
+    assert typed in f"{text} {next_command(SweepData([*map(Job, jobs)], folder='s'))}"
     assert answer_of(jobs).pick is None
 
 
@@ -687,7 +718,7 @@ def test_nothing_is_recommended_where_nothing_was_learned():
     jobs = [Job(job) for job in seeds("32-true", NOISY)]
     jobs += [Job(job, LOSSES) for job in seeds("b", SAME, FAST)]
     text = SweepData(jobs).answer.text
-    assert "b, 2.04 × as fast, has learned nothing. Where nothing is learned nothing" in text
+    assert "b, 2.04 × as fast, cannot be judged. Where nothing is learned nothing" in text
     assert "The training loss of b" in text
 
 
@@ -695,7 +726,9 @@ def test_precisions_that_train_few_weights_are_not_compared():
     """`sweep=every_precision` has bnb-nf4, which freezes what 32-true trains."""
     jobs = [*seeds("32-true", NOISY), *seeds("b", (0.1, 0.1, 0.1), FAST, trains=0.017)]
     text = conclusion_of(*jobs, *seeds("c", WORSE, FAST))
-    assert "others are worse in val/accuracy. c is worse by " in text
+    assert text.startswith(
+        "Stay with 32-true: c is worse in val/accuracy. val/accuracy of c: worse"
+    )
     assert "few of the weights train and the rest is frozen: b 1.7%." in text
     table = groups_table(compare_with_baselines(jobs), None)
     cell = dict(zip(table.head, table.rows[1], strict=True))["against 32-true"]

@@ -101,7 +101,7 @@ def test_markdown_and_html_say_the_same(sweep, tmp_path):
         CPU,
         "abc123",
         "Train in bf16-mixed: 1.50 × as fast as 32-true, val/accuracy within tolerance.",
-        "Type precision=bf16-mixed.",
+        "precision=bf16-mixed",
         "+0.0013 ± 0.0059",
         "Without a result",
         "tf32 needs a GPU. Type precision=32-true.",

@@ -87,9 +87,9 @@ def test_qualities_of_two_models_are_not_compared(tmp_path):
     ]
     text = SweepData([*map(Job, models)]).answer.text
     assert text == (
-        "Train in 32-true in each of 2 settings. model=mlp: Stay with 32-true: the others are "
-        "worse in val/accuracy. model=vit: Stay with 32-true: nothing as good trained faster. "
-        "Different models or data: their qualities are not compared."
+        "Train in 32-true in each of 2 settings. model=mlp: Stay with 32-true: bf16-mixed "
+        "model=mlp is worse in val/accuracy. model=vit: Stay with 32-true: nothing as good trained "
+        "faster. Different models or data: their qualities are not compared."
     )
     page = write_report(SweepData([Job(one) for one in models]), tmp_path)[0].read_text()
     assert "| setting | 32-true | bf16-mixed |" in page

@@ -65,7 +65,7 @@ def test_jobs_of_both_are_compared_with_32_true_of_the_first(tmp_path):
     assert "A is one, 2026-11-20 10:00; B is two, 2026-11-20 10:00." in page
     assert "No setting, version or commit that A and B recorded differs." in page
     assert (
-        "**Against 32-true of A: 2 within tolerance, 1 worse.**\n\n"
+        "**B against 32-true of A: 1 worse, 1 within tolerance.**\n\n"
         "16-mixed sweep=A: within tolerance, about as fast. "
         "32-true sweep=B: within tolerance, about as fast. 16-mixed sweep=B: worse, faster."
     ) in page
@@ -172,7 +172,7 @@ def test_two_folders_or_two_ids_are_reported(two_swept, main, tmp_path):
     done = main("report", one, two, "--out", "both").check_ok()
     differs = "What differs (in A, in B): optimizer.lr (0.01, 0.02)."
     assert differs in done.stdout.replace("\\", "")
-    assert "Against 32-true of A: 1 not judged" in done.stdout
+    assert "B against 32-true of A: 1 not judged" in done.stdout
     assert (tmp_path / "both" / "report.html").exists()
     ids = [read_json(folder / "sweep.json")["id"] for folder in (one, two)]
     stored = main("report", *ids, f"tracking.uri={uri}").check_ok()
