@@ -132,7 +132,7 @@ def test_a_stopped_search_for_module_sets_is_resumed(start_command, cli, tmp_pat
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=SECONDS)
     assert first.returncode == 130, err
-    assert "which precision?" in out
+    assert "┃ precision " in out
     assert "sweep.resume=" in out
     before = {(r.folder, r.seconds) for r in results() if r.status == "finished" or r.diverged}
     cli("sweep.resume=last", env=env).check_ok()

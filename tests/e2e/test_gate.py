@@ -69,7 +69,7 @@ def test_a_difference_of_zero_cannot_be_shown(recorded, main, tmp_path):
     words = ["advise.seeds=3", "advise.max_gap=0", f"advise.baseline={sweep}", "tracking=none"]
     done = main(*JUDGED, "precision=bf16-mixed", *words)
     assert done.rc == 3, done.stderr
-    assert "bf16-mixed is undecided: its loss differs by" in done.stdout
+    assert "bf16-mixed is undecided.\nIts loss differs by" in done.stdout
     assert "More seeds may decide: type advise.seeds=6." in done.stdout
     check_not_trained_again(tmp_path, recorded, sweep)
 
@@ -87,7 +87,7 @@ def test_an_accepted_precision_leaves_its_verdict_and_the_events(main, tmp_path)
         "advise.baseline=bf16-mixed advise.seeds=6"
     )
     main(*GATE, *words.split()).check_ok(
-        "bf16-true precision.update=kahan is accepted: its loss differs by"
+        "bf16-true precision.update=kahan is accepted.\nIts loss differs by"
     )
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["exit_status"], verdict["bar"]) == ("accepted", 0, 0.1)
@@ -108,7 +108,7 @@ def test_a_worse_precision_is_rejected(main, tmp_path):
     words = "precision=bf16-true optimizer.lr=1e-5 tracking=none advise.max_gap=1e-4 advise.seeds=4"
     done = main(*GATE, *words.split())
     assert done.rc == 1, done.stderr
-    assert "bf16-true is rejected: its loss differs by +" in done.stdout
+    assert "bf16-true is rejected.\nIts loss differs by +" in done.stdout
     assert verdict_in(tmp_path)["exit_status"] == 1
     page = only_sweep(tmp_path) / "report.md"
     assert page.read_text().startswith("# Does this precision train mlp on digits?")
@@ -123,7 +123,7 @@ def test_a_precision_that_diverges_is_rejected_after_one_seed(cli, clean, tmp_pa
     planted = ("--config-dir", HELPERS / "planted" / "conf")
     done = cli(*words, *planted, env={"PYTHONPATH": path})
     assert done.rc == 1, done.stderr
-    assert "16-mixed is rejected: it diverged at step 30" in done.stdout
+    assert "16-mixed is rejected.\nIt diverged at step 30" in done.stdout
     assert len(results_in(tmp_path)) == 2
 
 

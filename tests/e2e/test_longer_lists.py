@@ -49,7 +49,7 @@ def test_longer_lists_add_jobs_and_keep_those_that_are_there(swept, main, tmp_pa
         *(f"64-true seed={seed}" for seed in range(3)),
     ]
     report = (swept / "report.md").read_text()
-    assert "9 of 9 jobs finished" in report
+    assert "jobs finished" not in report  # all of them did
     assert "(3 seeds)" in report
     # Without a list, all is as it was, and another tolerance judges the same jobs anew; other
     # programs that run meanwhile disturbed no job.

@@ -86,10 +86,9 @@ def cells(text, corner):
 # One checkpoint at several precisions
 
 
-@pytest.mark.parametrize("place", ["terminal", "report"])
-def test_a_sweep_has_one_table_of_what_the_precisions_cost_and_save(base, swept, place):
-    done, results, report = swept
-    rows = cells(done.stdout if place == "terminal" else report, "job")
+def test_a_report_has_a_table_of_what_the_precisions_cost_and_save(base, swept):
+    _, results, report = swept
+    rows = cells(report, "job")
     assert list(rows) == list(SWEPT)
     before = base.result["metrics"]
     for name, outcome, size in zip(SWEPT, results, (NF4, INT8, PLAIN / 2), strict=True):
