@@ -9,7 +9,7 @@ from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, T
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import (
-    VERDICT_WORDS,
+    VERDICT_LOOKS,
     capitalised_sentence,
     cast_note,
     memory_words,
@@ -74,7 +74,7 @@ def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
     if pick.comparison.speed_verdict in ("faster", "slower"):
         gain = speed_words(pick.comparison)
     test = pick.test
-    loss = f"{advice.request.noun} {VERDICT_WORDS[test.verdict]}" if test else "the baseline"
+    loss = f"{advice.request.noun} {VERDICT_LOOKS[test.verdict].words}" if test else "the baseline"
     return f"Use {pick.name}: {gain}, {loss}."
 
 

@@ -253,7 +253,9 @@ def _untimed_conclusion(others: Sequence[Comparison]) -> Conclusion:
     words: tuple[str, ...] = ()
     aim = ""
     # What does harm comes first: of many only some are named.
-    for other in sorted(others, key=lambda other: (not other.is_worse, -other.loss_gap)):
+    for other in sorted(
+        others, key=lambda other: (other.verdict is not Verdict.WORSE, -other.loss_gap)
+    ):
         if not other.difference:
             continue
         assert other.group.quality
@@ -366,12 +368,12 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
     quality = ended[0].group.metric
     baseline = next(comparison for comparison in ended if comparison.is_baseline)
     complete = [other for other in others if other.group.is_complete and other.difference]
-    timed = [other for other in complete if other.speed_ratio and not other.is_worse]
+    timed = [each for each in complete if each.speed_ratio and each.verdict is not Verdict.WORSE]
     stay = (f"precision={BASELINE}",)
     if not timed:
         worse = []
         for other in complete:
-            if other.difference and other.is_worse:
+            if other.difference and other.verdict is Verdict.WORSE:
                 worse.append(f"{other.group.name} is {difference_words(other.difference)[0]}")
         reason = f"the others are worse in {quality}" if worse else "no other one finished in full"
         details = [f"{join_names(worse)}."] if worse else []

@@ -244,11 +244,6 @@ class Comparison:
         return self.verdict not in (None, Verdict.UNJUDGED)
 
     @property
-    def is_worse(self) -> bool:
-        """Return whether the quality was found worse."""
-        return self.verdict is Verdict.WORSE
-
-    @property
     def has_stalled(self) -> bool:
         """Return whether most of its weights no longer moved, in which its training has ended."""
         return self.group.stagnant_share > MAX_STALLED_SHARE
