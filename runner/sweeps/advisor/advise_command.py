@@ -128,11 +128,9 @@ def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
                 f"advise.baseline={name}: the folder holds no finished run and no sweep. Name a "
                 "precision, or the folder or MLflow id of a run or a sweep."
             ) from error
-    from runner.tracking.reader import Reader  # imports mlflow
-
     tracking = {f"tracking.{key}": value for key, value in spec.tracking.items() if value}
     try:
-        reader = Reader(existing_store(name, tracking))
+        reader = existing_store(name, tracking)
         run = reader.run(name) if name.isalnum() else None
         if run and run.tags.get("role") != "sweep":
             settings = partial(stored_settings, reader, run)

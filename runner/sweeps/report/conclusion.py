@@ -488,7 +488,7 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
         if len(grids) > 1:
             yield Text(f"On {device or 'an unknown device'}:")
         best = [_measured_best([*column.values()]) for column in grid.values()]
-        names = _precisions(grid)
+        names = dict.fromkeys(name for column in grid.values() for name in column)
         rows = []
         for setting, column in grid.items():
             cells = [_quality_cell(column.get(name), best) for name in names]
@@ -512,10 +512,6 @@ def _grid(compared: Sequence[Comparison], device: str) -> Grid:
             name = " ".join([group.precision, *own_keys])
             cells.append((" ".join(shared), (name, comparison)))
     return {setting: dict(column) for setting, column in fmt.grouped(cells).items()}
-
-
-def _precisions(grid: Grid) -> dict[str, None]:
-    return dict.fromkeys(name for column in grid.values() for name in column)
 
 
 def _quality_cell(comparison: Comparison | None, best: Sequence[Comparison | None]) -> Cell:
