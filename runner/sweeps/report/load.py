@@ -549,6 +549,7 @@ def _known_values(jobs: Iterable[Job]) -> dict[str, set[str]]:
     """Return the values that jobs ran with, by key; empty where no job has a config."""
     values: dict[str, set[str]] = {}
     for settings in (job.read_settings() for job in jobs):
-        for key, value in settings.values.items() if settings.config else ():
+        known = {**settings.config, **settings.environment} if settings.config else {}
+        for key, value in known.items():
             values.setdefault(key, set()).update({value} - {""})
     return values
