@@ -57,8 +57,6 @@ FAILURES = ("diverged", "failed", "stopped", "refused", "unavailable")
 """Outcomes without a result, in the order of the sentence on them."""
 TIMED_STEPS_FACTOR = 4
 """Jobs that were too short should take this multiple of the shortest time that is measured."""
-MAX_ANSWER_WORDS = 15
-"""Words of an answer; what it rests on follows as a paragraph."""
 MAX_CLAUSES = 2
 """Precisions or verdicts that an answer counts; the table has all."""
 MAX_PARTS = 12
@@ -77,7 +75,7 @@ class Conclusion:
     """What jobs say that are compared with each other, and what to type next.
 
     Attributes:
-        text: the answer, in at most MAX_ANSWER_WORDS words.
+        text: the answer, in at most 15 words.
         details: sentences with the numbers behind it.
         words: overrides to type: one `precision=` for the training that the answer decides on,
             else what the sweep's own command lacks for an answer.
@@ -475,12 +473,7 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
     A setting is what a sweep varies beside precision and seed, for example a learning rate or a
     model. Nothing is yielded for a sweep that does not compare precisions in several settings.
     """
-    devices = dict.fromkeys(comparison.group.device for comparison in compared)
-    grids = {}
-    for device in devices:
-        grid = _grid(compared, device)
-        if sum(len(column) > 1 for column in grid.values()) > 1:
-            grids[device] = grid
+    grids = _grids(compared)
     if not grids:
         return
     yield Heading("Precisions in each setting")
@@ -500,18 +493,22 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
         yield Text("Qualities of different models or data are not compared.", "small")
 
 
-def _grid(compared: Sequence[Comparison], device: str) -> Grid:
-    """Return the groups of a device."""
+def _grids(compared: Sequence[Comparison]) -> dict[str, Grid]:
+    """Return the groups of each device that compares precisions in several settings."""
     cells = []
     for comparison in compared:
         group = comparison.group
         shared = shared_settings(group.settings)
         # The precision with the keys that it does not share with 32-true.
         own_keys = [word for word in group.settings if word not in shared]
-        if group.device == device:
-            name = " ".join([group.precision, *own_keys])
-            cells.append((" ".join(shared), (name, comparison)))
-    return {setting: dict(column) for setting, column in fmt.grouped(cells).items()}
+        name = " ".join([group.precision, *own_keys])
+        cells.append((group.device, (" ".join(shared), (name, comparison))))
+    grids = {}
+    for device, of_device in fmt.grouped(cells).items():
+        grid = {setting: dict(column) for setting, column in fmt.grouped(of_device).items()}
+        if sum(len(column) > 1 for column in grid.values()) > 1:
+            grids[device] = grid
+    return grids
 
 
 def _quality_cell(comparison: Comparison | None, best: Sequence[Comparison | None]) -> Cell:
