@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from markupsafe import Markup
     from rich.table import Table as TerminalTable
 
-WRAP_MIN_CHARS = 40
-"""Characters above which the text of a cell may break into lines."""
 CHARACTER_REM = 0.54
 """Width of a character in a table, in rem, in a wide font."""
 SMALL_CHARACTER_REM = 0.46
@@ -57,16 +55,6 @@ class Cell:
     tone: Tone = ""
     note: str = ""
     bar: float | None = None
-
-    @property
-    def is_long(self) -> bool:
-        """Return whether the text may break into lines."""
-        return len(self.text) > WRAP_MIN_CHARS
-
-    @property
-    def bar_percent(self) -> int:
-        """Return the length of the bar in percent of the cell's width."""
-        return round(100 * min(max(self.bar or 0.0, 0.0), 1.0))
 
 
 @dataclass(frozen=True)

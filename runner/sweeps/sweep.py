@@ -329,14 +329,17 @@ class Sweep:
         It replaces the report over the jobs that ran here. Without other machines, or where the
         store does not answer, return the data as given.
         """
-        if not jobs_file or not (self.joins_other_sweep or self.tracker.complete):
-            return data
-        uri = getattr(self.tracker, "uri", "")
         parent = self.tracker.run_id
+        may_have_others = self.joins_other_sweep or (parent and self.tracker.complete)
+        if not (jobs_file and may_have_others):
+            return data
+        from runner.tracking.reader import Reader  # imports mlflow
+
         try:
-            is_joined = parent and is_joined_by_others(uri, parent, jobs_file.name)
+            reader = Reader(getattr(self.tracker, "uri", ""))
+            is_joined = parent and is_joined_by_others(reader, parent, jobs_file.name)
             if self.joins_other_sweep or is_joined:
-                return store_report(uri, parent or self.manifest.id, self.folder, jobs_file)[1]
+                return store_report(reader, parent or self.manifest.id, self.folder, jobs_file)[1]
         except RunnerError as error:
             console.print(
                 f"warning: the report covers only the jobs that ran on this machine: {error}"

@@ -30,6 +30,7 @@ ORDER = (
 # Modules that a declared distribution brings along.
 BROUGHT_BY = {
     "IPython": "ipykernel",
+    "markupsafe": "jinja2",
     "optuna": "hydra-optuna-sweeper",
     "ray": "hydra-ray-launcher",
     "submitit": "hydra-submitit-launcher",

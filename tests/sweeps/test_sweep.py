@@ -67,6 +67,7 @@ def test_the_report_holds_the_jobs_of_every_machine(
 
 def test_the_report_of_one_machine_is_not_made_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(NoTracker, "run_id", "parent")
+    monkeypatch.setattr("runner.tracking.reader.Reader", lambda uri: None)
     monkeypatch.setattr(sweeps, "is_joined_by_others", lambda *_: False)
     monkeypatch.setattr(sweeps, "store_report", None)
     begun(tmp_path, "b", NONE).end(0)
@@ -78,6 +79,7 @@ def test_the_report_stays_where_the_store_does_not_answer(tmp_path, monkeypatch,
         raise TrackingError("gone")
 
     monkeypatch.setattr(NoTracker, "run_id", "parent")
+    monkeypatch.setattr("runner.tracking.reader.Reader", lambda uri: None)
     monkeypatch.setattr(sweeps, "is_joined_by_others", silent)
     assert begun(tmp_path, "b", NONE).end(0) == 0
     shown = capsys.readouterr().out

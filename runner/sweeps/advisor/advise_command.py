@@ -100,12 +100,12 @@ def read_recorded_baseline(name: str, spec: RunSpec, judged: Sequence[str]) -> l
             f"advise.baseline={name} has several runs of {precision} for one seed, and runs are "
             "compared seed by seed. Name a sweep over seeds alone."
         )
-    lengths = {result.steps for result in results}
     if any(result.steps < result.planned_steps for result in results):
         raise ConfigError(
             f"advise.baseline={name} has a run that ended before its last step, as with "
             "train.early_stop or train.max_seconds. Name runs that took all their steps."
         )
+    lengths = {result.steps for result in results}
     if len(lengths) > 1:
         raise ConfigError(
             f"advise.baseline={name}: its runs have {join_names(map(str, sorted(lengths)))} steps, "
@@ -128,11 +128,9 @@ def _read_jobs(name: str, spec: RunSpec) -> Sequence[Job]:
                 f"advise.baseline={name}: the folder holds no finished run and no sweep. Name a "
                 "precision, or the folder or MLflow id of a run or a sweep."
             ) from error
-    from runner.tracking.reader import Reader  # imports mlflow
-
     tracking = {f"tracking.{key}": value for key, value in spec.tracking.items() if value}
     try:
-        reader = Reader(existing_store(name, tracking))
+        reader = existing_store(name, tracking)
         run = reader.run(name) if name.isalnum() else None
         if run and run.tags.get("role") != "sweep":
             settings = partial(stored_settings, reader, run)
@@ -266,12 +264,11 @@ class AdviseCommand:
             recorded = read_recorded_baseline(asked.baseline, spec, chosen)
             baseline = recorded[0].precision
         precisions = _with_baseline(chosen, baseline, spec.mode)
+        # With mode=gate they belong to the precision that is asked about.
+        asked_about = precisions if spec.mode != "gate" else precisions[1:]
         fitting = {}
-        for name in precisions:
-            # With mode=gate they belong to the precision that is asked about.
-            is_asked = spec.mode != "gate" or name != baseline
-            own = _fitting_extras(name, extras, name in emulated, config_dir) if is_asked else ()
-            fitting[name] = [*own]
+        for name in asked_about:
+            fitting[name] = [*_fitting_extras(name, extras, name in emulated, config_dir)]
         _check_extras(extras, fitting)
         lines = [(o, o.input_line) for o in overrides if o.input_line]
         user = [line for o, line in lines if _group(o) not in _SCHEDULED_GROUPS]

@@ -46,8 +46,6 @@ JOB_OVERHEAD_SECONDS = 0.7
 """Time of a job before and after its run: process, imports, the end of its record."""
 _UNREACHED_STEP = 10**9
 """Step of an evaluation that never comes."""
-_TRAINED = (Verdict.BASELINE, Verdict.RECOMMENDED)
-"""Ratings of a baseline that trained in every trial."""
 TRIALS_BUDGET_SHARE = 0.6
 """Share of the budget that the trials are planned for: precisions differ in speed, and those that
 fail take further trials."""
@@ -426,7 +424,7 @@ def _checked_verdict(trials: Trials) -> GateVerdict:
     advice = trials.advice()
     # Where the baseline does not train, a precision that does not either is no worse.
     for each in advice.verdicts:
-        if each.name == trials.request.baseline and each.rating not in _TRAINED:
+        if each.name == trials.request.baseline and not each.is_acceptable:
             raise ConfigError(
                 f"mode=gate has no answer: the baseline {each.name} itself does not train "
                 f"({each.rating}). Type another advise.baseline, or settings that it trains with."

@@ -28,6 +28,7 @@ from omegaconf import DictConfig, open_dict
 
 from runner.config.overrides import override_texts
 from runner.core import fmt, stop_signals
+from runner.sweeps.manifest import typed_config_dir
 from runner.tracking.writer_process import SweepWriter, use_writer
 
 STATUS_STRUCT = struct.Struct("i")
@@ -74,9 +75,9 @@ class JobRequest:
         number = hydra.job.num
         job = [f"hydra.sweep.dir={sweep_folder}", f"hydra.job.num={number}"]
         flags = ["--config-name", str(hydra.job.config_name)]
-        for source in hydra.runtime.config_sources:
-            if source.provider == "command-line":
-                flags += ["--config-dir", str(source.path)]
+        config_dir = typed_config_dir(hydra)
+        if config_dir:
+            flags += ["--config-dir", str(config_dir)]
         threads = None
         if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, (os.cpu_count() or 1) // jobs)

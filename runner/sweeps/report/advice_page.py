@@ -9,7 +9,7 @@ from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, T
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.columns import advice_table
 from runner.sweeps.report.wording import (
-    VERDICT_WORDS,
+    VERDICT_LOOKS,
     capitalised_sentence,
     cast_note,
     memory_words,
@@ -55,7 +55,7 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
     if not pick:
         text = f"No advice: {baseline}, which others are judged by, did not train in every trial."
         return Answer(text, caveats)
-    details: Sequence[str] = ()
+    details: list[str] = []
     ratings = {verdict.rating for verdict in advice.verdicts if verdict.test}
     if _unclear(advice) and ratings <= {Verdict.UNCLEAR}:
         text = f"Stay with {baseline} for now: nothing could be judged."
@@ -63,7 +63,11 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
         text, *details = _stay_sentences(advice)
     else:
         text = _use_sentence(advice, pick)
-        details = _pick_details(pick)
+        details = [f"{pick.name}: {reason_sentence(pick)}."]
+        if pick.comparison.speed_verdict in ("faster", "slower"):
+            details.append(f"{pick.name} is {speed_words(pick.comparison)}.")
+        memory = memory_words(pick.comparison, f"{pick.name} takes ")
+        details += [f"{memory}."] if memory else []
     command = Command("run", pick.command[len(RUNNER_COMMAND) :])
     return Answer(text, [*details, *caveats], pick=pick.comparison, command=command)
 
@@ -77,18 +81,8 @@ def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
     if comparison.speed_verdict == "faster" and advice.request.objective != "memory":
         gain = speed_words(comparison)
     test = pick.test
-    loss = f"{advice.request.noun} {VERDICT_WORDS[test.verdict]}" if test else "the baseline"
+    loss = f"{advice.request.noun} {VERDICT_LOOKS[test.verdict].words}" if test else "the baseline"
     return f"Use {pick.name}: {gain}, {loss}."
-
-
-def _pick_details(pick: PrecisionVerdict) -> Sequence[str]:
-    """Return the numbers behind a recommendation, and the memory that it takes."""
-    numbers = f"{pick.name}: {reason_sentence(pick)}."
-    details = [numbers]
-    if pick.comparison.speed_verdict in ("faster", "slower"):
-        details.append(f"{pick.name} is {speed_words(pick.comparison)}.")
-    memory = memory_words(pick.comparison, f"{pick.name} takes ")
-    return [*details, f"{memory}."] if memory else details
 
 
 def _stay_sentences(advice: Advice) -> list[str]:
@@ -202,17 +196,15 @@ def _alternatives(advice: Advice) -> Iterator[Block]:
         False: "What else trains as well",
         True: "What trains as well by its numbers, where its hardware is",
     }
-    good = [v for v in advice.verdicts if v.is_acceptable and v is not advice.recommendation]
-    for is_emulated, heading in headings.items():
-        commands = []
-        for verdict in good:
+    commands = []
+    for verdict in advice.verdicts:
+        if verdict.is_acceptable and verdict is not advice.recommendation:
             # On its own hardware an emulated precision runs without emulation.
             words = [word for word in verdict.command if word != "precision.emulate=true"]
-            if verdict.is_emulated is is_emulated:
-                commands.append(terminal.quote_command(words))
-        if commands:
-            yield Heading(heading)
-            yield Commands(commands)
+            commands.append((verdict.is_emulated, terminal.quote_command(words)))
+    for is_emulated, lines in fmt.grouped(commands).items():
+        yield Heading(headings[is_emulated])
+        yield Commands(lines)
 
 
 def method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from runner.output.markup import Cell, Table
 from runner.sweeps.report.wording import (
     MAX_LISTED_NAMES,
     OUTCOME_WORDS,
-    VERDICT_TONES,
+    VERDICT_LOOKS,
     common_verdict,
     difference_words,
     format_mean_sd,
@@ -34,15 +34,6 @@ from runner.tracking.result_table import change_since_training, memory_saving, s
 
 MAX_OPEN_JOBS = 4
 """A page folds a longer table of jobs."""
-_ROW_ORDER = [
-    Verdict.BETTER,
-    Verdict.INDISTINGUISHABLE,
-    Verdict.UNCLEAR,
-    Verdict.UNJUDGED,
-    Verdict.STALLED,
-    Verdict.WORSE,
-]
-"""Verdicts in the order of the rows of a table of groups."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ def _group_status(c: Comparison, _: TableFacts) -> Cell:
 
 def _verdict_rating(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
     """Return the verdict on a precision, with its reason."""
-    tone = VERDICT_TONES.get(verdict.rating, "")
+    tone = VERDICT_LOOKS[verdict.rating].tone
     return Cell(rating_words(verdict), tone, rating_reason(verdict))
 
 
@@ -123,7 +114,7 @@ def _group_difference(c: Comparison, facts: TableFacts) -> Cell:
     if not c.difference:
         return Cell("")
     verdict, numbers = difference_words(c.difference)
-    tone = VERDICT_TONES.get(c.difference.verdict, "")
+    tone = VERDICT_LOOKS[c.difference.verdict].tone
     # A sentence under the table says what all rows have in common.
     return Cell(numbers, tone) if common_verdict(facts.groups) else Cell(verdict, tone, numbers)
 
@@ -150,16 +141,8 @@ def _group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:
     if c.memory_ratio is None:
         return Cell("")
     ratios = [other.memory_ratio for other in facts.groups if other.memory_ratio]
-    bar = c.memory_ratio / max(ratios, default=1)
+    bar = c.memory_ratio / max(ratios) if ratios else None
     return Cell(f"{c.memory_ratio:.2f}", note=_mib(c.group.memory_mib), bar=bar)
-
-
-def _verdict_memory_ratio(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
-    """Return the ratio of memory with the MiB; empty if emulation distorts it."""
-    ratio = verdict.comparison.memory_ratio
-    if verdict.is_emulated and not verdict.group.is_on_cpu:
-        return Cell("")
-    return Cell("" if ratio is None else f"{ratio:.2f}", note=_mib(verdict.group.memory_mib))
 
 
 def _verdict_forecast(verdict: PrecisionVerdict, _: TableFacts) -> Cell:
@@ -271,7 +254,7 @@ COLUMNS = (
     Column(
         "memory ratio",
         group=_group_memory_ratio,
-        verdict=_verdict_memory_ratio,
+        verdict=lambda verdict, facts: _group_memory_ratio(verdict.comparison, facts),
         title=lambda facts: f"memory × {facts.baseline}",
     ),
     # The ratio's cell has the MiB beneath it.
@@ -306,13 +289,13 @@ COLUMNS = (
         is_shown=lambda facts: any(len(job.matrix_formats) > 1 for job in facts.jobs),
         is_text=True,
     ),
-    Column("skipped", job=lambda job, _: job.skipped_steps),
-    Column("final scale", job=lambda job, _: job.loss_scale),
     Column(
         "skipped",
+        job=lambda job, _: job.skipped_steps,
         group=lambda c, _: c.group.skipped,
-        is_shown=lambda facts: any(job.skipped_steps for job in facts.jobs),
+        is_shown=lambda facts: not facts.groups or any(job.skipped_steps for job in facts.jobs),
     ),
+    Column("final scale", job=lambda job, _: job.loss_scale),
     Column("converted", group=lambda c, _: c.group.converted, is_quiet=True),
     Column("best", job=lambda job, _: job.best),
     Column("step ms", job=lambda job, _: job.timed_step_ms),
@@ -358,7 +341,7 @@ def _row_rank(c: Comparison) -> tuple[int, float, float]:
     speed = c.speed_ratio.value if c.speed_ratio else 0.0
     if c.is_baseline:
         return -1, -speed, 0.0
-    return _ROW_ORDER.index(c.verdict or Verdict.UNJUDGED), -speed, c.loss_gap
+    return (c.verdict or Verdict.UNJUDGED).rank, -speed, c.loss_gap
 
 
 def advice_table(advice: Advice) -> Table:
@@ -368,9 +351,7 @@ def advice_table(advice: Advice) -> Table:
     return replace(_table("verdict", advice.verdicts, facts), marked=marked)
 
 
-def _table(
-    kind: str, rows: Sequence[Any], facts: TableFacts, columns: Sequence[Column] = COLUMNS
-) -> Table:
+def _table(kind: str, rows: Sequence[Any], facts: TableFacts) -> Table:
     """Return a table without the columns that are not shown, have no text, or are quiet and say
     the same in each row.
 
@@ -378,12 +359,11 @@ def _table(
         kind: job, group or verdict, which the rows are.
         rows: one RunResult, Comparison or PrecisionVerdict for each row.
         facts: of the whole table.
-        columns: in their order; those without a function for the kind are left out.
     """
     titles: list[str] = []
     cells_by_column: list[list[Cell]] = []
     text_columns = set()
-    for column in columns:
+    for column in COLUMNS:
         make = getattr(column, kind)
         if not make or not column.is_shown(facts):
             continue

@@ -58,8 +58,6 @@ FAILURES = ("diverged", "failed", "stopped", "refused", "unavailable")
 """Outcomes without a result, in the order of the sentence on them."""
 TIMED_STEPS_FACTOR = 4
 """Jobs that were too short should take this multiple of the shortest time that is measured."""
-MAX_ANSWER_WORDS = 15
-"""Words of an answer; what it rests on follows as a paragraph."""
 MAX_CLAUSES = 2
 """Precisions or verdicts that an answer counts; the table has all."""
 _HARMFUL = (Verdict.WORSE, Verdict.STALLED, None)
@@ -80,7 +78,7 @@ class Conclusion:
     """What jobs say that are compared with each other, and what to type next.
 
     Attributes:
-        text: the answer, in at most MAX_ANSWER_WORDS words.
+        text: the answer, in at most 15 words.
         details: sentences with the numbers behind it.
         words: overrides to type: one `precision=` for the training that the answer decides on,
             else what the sweep's own command lacks for an answer.
@@ -268,7 +266,9 @@ def _untimed_conclusion(others: Sequence[Comparison]) -> Conclusion:
     words: tuple[str, ...] = ()
     aim = ""
     # What does harm comes first: of many only some are named.
-    for other in sorted(others, key=lambda other: (not other.is_worse, -other.loss_gap)):
+    for other in sorted(
+        others, key=lambda other: (other.verdict is not Verdict.WORSE, -other.loss_gap)
+    ):
         if not other.difference:
             continue
         assert other.group.quality
@@ -380,10 +380,12 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
     quality = ended[0].group.metric
     baseline = next(comparison for comparison in ended if comparison.is_baseline)
     complete = [other for other in others if other.group.is_complete and other.difference]
-    timed = [other for other in complete if other.speed_ratio and not other.is_worse]
+    timed = [
+        other for other in complete if other.speed_ratio and other.verdict is not Verdict.WORSE
+    ]
     stay = {"words": (f"precision={BASELINE}",), "pick": baseline, "chosen": BASELINE}
     if not timed:
-        worse = [other for other in complete if other.is_worse]
+        worse = [other for other in complete if other.verdict is Verdict.WORSE]
         reason = _no_speed_reason(others)
         if worse:
             verb = "is" if len(worse) == 1 else "are"
@@ -505,12 +507,7 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
     A setting is what a sweep varies beside precision and seed, for example a learning rate or a
     model. Nothing is yielded for a sweep that does not compare precisions in several settings.
     """
-    devices = dict.fromkeys(comparison.group.device for comparison in compared)
-    grids = {}
-    for device in devices:
-        grid = _grid(compared, device)
-        if sum(len(column) > 1 for column in grid.values()) > 1:
-            grids[device] = grid
+    grids = _grids(compared)
     if not grids:
         return
     yield Heading("Precisions in each setting")
@@ -530,15 +527,21 @@ def settings_blocks(compared: Sequence[Comparison]) -> Iterator[Block]:
         yield Text("Qualities of different models or data are not compared.", "small")
 
 
-def _grid(compared: Sequence[Comparison], device: str) -> Grid:
-    """Return the groups of a device."""
+def _grids(compared: Sequence[Comparison]) -> dict[str, Grid]:
+    """Return the groups of each device that compares precisions in several settings."""
     cells = []
     for comparison in compared:
         group = comparison.group
-        if group.device == device:
-            name = " ".join([group.precision, *_own_keys(group)])
-            cells.append((" ".join(shared_settings(group.settings)), (name, comparison)))
-    return {setting: dict(column) for setting, column in fmt.grouped(cells).items()}
+        name = " ".join([group.precision, *_own_keys(group)])
+        cells.append(
+            (group.device, (" ".join(shared_settings(group.settings)), (name, comparison)))
+        )
+    grids = {}
+    for device, of_device in fmt.grouped(cells).items():
+        grid = {setting: dict(column) for setting, column in fmt.grouped(of_device).items()}
+        if sum(len(column) > 1 for column in grid.values()) > 1:
+            grids[device] = grid
+    return grids
 
 
 def _quality_cell(comparison: Comparison | None, best: Sequence[Comparison | None]) -> Cell:

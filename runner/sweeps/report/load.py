@@ -352,19 +352,17 @@ def _report_one(
     if folder:
         data = load_from_folder(folder)
         return write_report(data, out or folder), data
-    uri = existing_store(sweep, typed)
+    reader = existing_store(sweep, typed)
     if sweep is None:
-        from runner.tracking.reader import Reader
-
         name = resolve_experiment(typed.get("tracking.experiment"))
-        newest = Reader(uri).newest_sweep(name)
+        newest = reader.newest_sweep(name)
         if not newest:
             raise ConfigError(
-                f"There is no sweep in the experiment {name!r} of {secrets.redact(uri)}. Type "
-                "report <sweep folder or parent run id>."
+                f"There is no sweep in the experiment {name!r} of {secrets.redact(reader.uri)}. "
+                "Type report <sweep folder or parent run id>."
             )
         sweep = newest.run_id
-    return store_report(uri, sweep, out or report_folder(sweep))
+    return store_report(reader, sweep, out or report_folder(sweep))
 
 
 def _report_two(
@@ -377,7 +375,7 @@ def _report_two(
             f"{first.name} and {second.name} are the same sweep. Type report <A> <B> with two "
             "sweeps."
         )
-    name = f"{Path(first.name).name}-and-{Path(second.name).name}"
+    name = "-and-".join(Path(sweep).name for sweep in sweeps)
     data = join_sweeps(first, second)
     return write_report(data, out or report_folder(name)), data
 
@@ -387,9 +385,7 @@ def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
     if files.path_exists(sweep):
         began_ms = Manifest.read(Path(sweep)).began_ms
         return LoadedSweep(sweep, _date(began_ms), load_from_folder(Path(sweep)))
-    from runner.tracking.reader import Reader
-
-    reader = Reader(existing_store(sweep, typed))
+    reader = existing_store(sweep, typed)
     parent = find_parent_run(reader, sweep)
     return LoadedSweep(sweep, _date(parent.started_ms), load_from_store(reader, parent))
 
@@ -400,12 +396,12 @@ def _date(unix_ms: int) -> str:
 
 
 def store_report(
-    uri: str, sweep_id: str, folder: Path, jobs: Path | None = None
+    reader: "Reader", sweep_id: str, folder: Path, jobs: Path | None = None
 ) -> tuple[list[Path], SweepData]:
     """Make the report of a sweep from MLflow alone and store it with the sweep's parent run.
 
     Args:
-        uri: the store.
+        reader: of the store.
         sweep_id: id of the sweep, of its parent run or of one of its jobs.
         folder: where the files are written.
         jobs: file of results to add to the parent run first, see write_job_facts().
@@ -417,10 +413,6 @@ def store_report(
         ConfigError: there is no such sweep.
         TrackingError: the store does not answer.
     """
-    # Imports MLflow, which takes a second: not for reports from a folder.
-    from runner.tracking.reader import Reader
-
-    reader = Reader(uri)
     parent = find_parent_run(reader, sweep_id)
     if jobs:
         reader.log_artifact(parent.run_id, jobs, JOB_RESULTS_FOLDER)
@@ -435,23 +427,24 @@ def store_report(
     return paths, data
 
 
-def is_joined_by_others(uri: str, run_id: str, own: str) -> bool:
+def is_joined_by_others(reader: "Reader", run_id: str, own: str) -> bool:
     """Return whether a parent run holds results of other processes than that of the file `own`.
 
     Raises:
         TrackingError: the store does not answer.
     """
-    from runner.tracking.reader import Reader
-
-    return any(Path(path).name != own for path in Reader(uri).artifacts(run_id, JOB_RESULTS_FOLDER))
+    return any(Path(path).name != own for path in reader.artifacts(run_id, JOB_RESULTS_FOLDER))
 
 
-def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
-    """Return the URI of the store that holds the sweep.
+def existing_store(sweep: str | None, typed: Mapping[str, str]) -> "Reader":
+    """Return a reader of the store that holds the sweep.
 
     Raises:
         ConfigError: the store is a database that does not exist.
     """
+    # Imports MLflow, which takes a second: not for reports from a folder.
+    from runner.tracking.reader import Reader
+
     uri = resolve_uri(typed.get("tracking.uri"))
     database = sqlite_path(uri)
     # Opening a database that does not exist would create it.
@@ -461,7 +454,7 @@ def existing_store(sweep: str | None, typed: Mapping[str, str]) -> str:
             f"{missing}, and nothing was logged to {secrets.redact(uri)} yet. Type report "
             "<sweep folder>, or tracking.uri=... for another store."
         )
-    return uri
+    return Reader(uri)
 
 
 def report_folder(sweep: str) -> Path:
@@ -556,6 +549,7 @@ def _known_values(jobs: Iterable[Job]) -> dict[str, set[str]]:
     """Return the values that jobs ran with, by key; empty where no job has a config."""
     values: dict[str, set[str]] = {}
     for settings in (job.read_settings() for job in jobs):
-        for key, value in settings.values.items() if settings.config else ():
+        known = {**settings.config, **settings.environment} if settings.config else {}
+        for key, value in known.items():
             values.setdefault(key, set()).update({value} - {""})
     return values

@@ -64,11 +64,6 @@ class JobSettings:
     config: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def values(self) -> dict[str, str]:
-        """Return the config and the environment together."""
-        return {**self.config, **self.environment}
-
     @classmethod
     def of_texts(cls, config: str, environment: str) -> "JobSettings":
         """Return the settings that the texts of a run's two files hold; damaged ones hold none."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from runner.core import RunResult, fmt, metric_names
 from runner.output.markup import Tone
@@ -17,31 +18,27 @@ from runner.sweeps.verdict.statistics import (
     format_interval,
 )
 
-VERDICT_WORDS = {
-    Verdict.BETTER: "better",
-    Verdict.WORSE: "worse",
-    Verdict.INDISTINGUISHABLE: "within tolerance",
-    Verdict.UNCLEAR: "not enough evidence",
-    Verdict.UNJUDGED: "not judged",
-    Verdict.RECOMMENDED: "recommended",
-    Verdict.BASELINE: "baseline",
-    Verdict.STALLED: "weights no longer move",
-    Verdict.DIVERGED: "diverged",
-    Verdict.SLOW: "too slow here",
-    Verdict.FAILED: "cannot train this",
-    Verdict.UNAVAILABLE: "not on this machine",
-}
-VERDICT_TONES: dict[Verdict, Tone] = {
-    Verdict.RECOMMENDED: "good",
-    Verdict.BETTER: "good",
-    Verdict.WORSE: "bad",
-    Verdict.DIVERGED: "bad",
-    Verdict.FAILED: "bad",
-    Verdict.STALLED: "bad",
-    Verdict.UNCLEAR: "quiet",
-    Verdict.UNJUDGED: "quiet",
-    Verdict.SLOW: "quiet",
-    Verdict.UNAVAILABLE: "quiet",
+
+class VerdictLook(NamedTuple):
+    """How a verdict is shown in a table: its words, and their tone."""
+
+    words: str
+    tone: Tone = ""
+
+
+VERDICT_LOOKS = {
+    Verdict.RECOMMENDED: VerdictLook("recommended", "good"),
+    Verdict.BASELINE: VerdictLook("baseline"),
+    Verdict.BETTER: VerdictLook("better", "good"),
+    Verdict.INDISTINGUISHABLE: VerdictLook("within tolerance"),
+    Verdict.UNCLEAR: VerdictLook("not enough evidence", "quiet"),
+    Verdict.UNJUDGED: VerdictLook("not judged", "quiet"),
+    Verdict.STALLED: VerdictLook("weights no longer move", "bad"),
+    Verdict.WORSE: VerdictLook("worse", "bad"),
+    Verdict.DIVERGED: VerdictLook("diverged", "bad"),
+    Verdict.SLOW: VerdictLook("too slow here", "quiet"),
+    Verdict.FAILED: VerdictLook("cannot train this", "bad"),
+    Verdict.UNAVAILABLE: VerdictLook("not on this machine", "quiet"),
 }
 OUTCOME_WORDS = {"unavailable": "unavailable here", "refused": "not tried"}
 """Outcomes of jobs whose names say too little."""
@@ -93,13 +90,13 @@ def outcome_words(group: Group) -> str:
 def verdict_words(comparison: Comparison) -> str:
     """Return the verdict on a group against its baseline, or how its jobs ended without one."""
     if comparison.verdict:
-        return VERDICT_WORDS[comparison.verdict]
+        return VERDICT_LOOKS[comparison.verdict].words
     return "baseline" if comparison.is_baseline else outcome_words(comparison.group)
 
 
 def difference_words(difference: Difference) -> tuple[str, str]:
     """Return the verdict on a difference to the baseline, and the numbers behind it."""
-    words = VERDICT_WORDS[difference.verdict]
+    words = VERDICT_LOOKS[difference.verdict].words
     value = difference.value
     half_width = difference.ci_half_width
     if difference.verdict is Verdict.UNJUDGED:
@@ -149,7 +146,7 @@ def verdict_word(comparison: Comparison) -> str:
     """Return the verdict on quality in words, empty for an evaluated checkpoint."""
     if comparison.group.is_evaluation:
         return ""
-    return VERDICT_WORDS[comparison.verdict] if comparison.verdict else "not compared"
+    return VERDICT_LOOKS[comparison.verdict].words if comparison.verdict else "not compared"
 
 
 def rating_words(verdict: PrecisionVerdict) -> str:
@@ -158,7 +155,7 @@ def rating_words(verdict: PrecisionVerdict) -> str:
         return f"diverged at step {verdict.diverged_step}"
     if verdict.rating is Verdict.WORSE and verdict.test:
         return difference_words(verdict.test)[0]
-    return VERDICT_WORDS[verdict.rating]
+    return VERDICT_LOOKS[verdict.rating].words
 
 
 def rating_reason(verdict: PrecisionVerdict) -> str:

@@ -56,7 +56,8 @@ class Group:
             over all jobs that finished or were stopped as diverged.
         change: in mode=evaluate, quality minus what the checkpoint reached in its own precision.
         speed: training speed in examples/s.
-        weights_mib, memory: MiB; see RunResult.memory_mib.
+        weights_mib: in MiB.
+        memory_mib: the mean of RunResult.memory_mib, in MiB.
         reasons: why jobs did not finish, each reason once.
     """
 
@@ -70,7 +71,7 @@ class Group:
     change: Spread | None
     speed: Spread | None
     weights_mib: Spread | None
-    memory: Spread | None
+    memory_mib: float | None
     loss_scale: Spread | None
     skipped: Spread | None
     converted: str
@@ -128,11 +129,6 @@ class Group:
         """Return the smallest share of its parameters' elements that its jobs train, 0 to 1."""
         return min(1.0 if job.trains is None else job.trains for job in self.jobs)
 
-    @property
-    def memory_mib(self) -> float | None:
-        """Return the mean of RunResult.memory_mib over the jobs that ended, in MiB."""
-        return self.memory.mean if self.memory else None
-
 
 def group_jobs(results: Sequence[RunResult]) -> list[Group]:
     """Return the groups of a sweep, ordered by their first jobs.
@@ -181,6 +177,7 @@ def _group(
     ) -> Spread | None:
         return Spread.of_values(map(value, among))
 
+    memory = spread(lambda job: job.memory_mib)
     return Group(
         name,
         jobs[0].precision,
@@ -192,7 +189,7 @@ def _group(
         change=spread(lambda job: change_since_training(job.quality, job, sweep_results), complete),
         speed=spread(lambda job: job.examples_per_second),
         weights_mib=spread(lambda job: job.weights_mib),
-        memory=spread(lambda job: job.memory_mib),
+        memory_mib=memory.mean if memory else None,
         loss_scale=spread(lambda job: job.loss_scale),
         skipped=spread(lambda job: job.skipped_steps),
         converted=", ".join(dict.fromkeys(job.converted_share for job in ended if job.converted)),
@@ -242,11 +239,6 @@ class Comparison:
     def is_judged(self) -> bool:
         """Return whether the quality of several seeds was tested against the baseline's."""
         return self.verdict not in (None, Verdict.UNJUDGED)
-
-    @property
-    def is_worse(self) -> bool:
-        """Return whether the quality was found worse."""
-        return self.verdict is Verdict.WORSE
 
     @property
     def has_stalled(self) -> bool:

@@ -23,19 +23,6 @@ from runner.sweeps.verdict.statistics import (
     non_inferiority_tests,
 )
 
-_RANKS: Mapping[Verdict, int] = {
-    Verdict.RECOMMENDED: 0,
-    Verdict.INDISTINGUISHABLE: 1,
-    Verdict.BETTER: 1,
-    Verdict.BASELINE: 1,
-    Verdict.UNCLEAR: 2,
-    Verdict.STALLED: 3,
-    Verdict.WORSE: 4,
-    Verdict.DIVERGED: 5,
-    Verdict.SLOW: 6,
-    Verdict.FAILED: 7,
-    Verdict.UNAVAILABLE: 8,
-}
 MIN_MEMORY_GAIN = 0.02
 """A smaller share of memory saved counts as no gain."""
 LossBySeed = Mapping[int | None, float]
@@ -91,7 +78,7 @@ class PrecisionVerdict:
     @property
     def is_acceptable(self) -> bool:
         """Return whether it trains as well as the baseline."""
-        return _RANKS[self.rating] <= 1
+        return self.rating.rank <= Verdict.INDISTINGUISHABLE.rank
 
     @property
     def is_failing(self) -> bool:
@@ -296,7 +283,7 @@ def _rating(comparison: Comparison, request: AdviseRequest) -> Verdict:
         return Verdict.SLOW
     if not comparison.is_judged:
         return Verdict.UNCLEAR
-    if comparison.has_stalled and not comparison.is_worse:
+    if comparison.has_stalled and comparison.verdict is not Verdict.WORSE:
         return Verdict.STALLED
     return comparison.verdict or Verdict.UNCLEAR
 
@@ -310,7 +297,8 @@ def _rank_verdicts(verdicts: Sequence[PrecisionVerdict], objective: str) -> list
         is_worse = verdict.rating is Verdict.WORSE
         harm = verdict.test.value if verdict.test and is_worse else 0.0
         negated = (-merit for merit in _merit_key(verdict, objective, speeds[id(verdict)]))
-        return _RANKS[verdict.rating], verdict.is_emulated, harm, *negated
+        rank = 0 if verdict.is_acceptable else verdict.rating.rank
+        return rank, verdict.is_emulated, harm, *negated
 
     ranked = sorted(verdicts, key=place)
     # If the baseline itself did not train, nothing was measured against it. An emulated precision
@@ -349,14 +337,12 @@ def _merit_key(verdict: PrecisionVerdict, objective: str, speed: float) -> tuple
     """
     test = verdict.test
     memory = verdict.comparison.memory_ratio
-    if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN:
+    # Emulation distorts the memory, and has no speed.
+    if memory is None or abs(memory - 1) <= MIN_MEMORY_GAIN or verdict.is_emulated:
         memory = 1.0
     quality = 0.0
     if test and test.verdict is Verdict.BETTER:
         quality = -test.value
-    # Emulation distorts the memory, and has no speed.
-    if verdict.is_emulated:
-        memory = 1.0
     # Among equals the baseline itself is the simpler choice.
     is_baseline = float(verdict.rating is Verdict.BASELINE)
     keys = {

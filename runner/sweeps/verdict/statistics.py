@@ -26,14 +26,15 @@ SeedValues = Sequence[tuple[int | None, float | None]]
 
 
 class Verdict(StrEnum):
-    """What a comparison with the baseline says of a precision.
+    """What a comparison with the baseline says of a precision, the best first.
 
-    The members from RECOMMENDED on are of mode=advise alone: they say what it recommends, and why
-    it did not test a precision.
+    RECOMMENDED, BASELINE and the members from DIVERGED on are of mode=advise alone: they say what
+    it recommends, and why it did not test a precision.
     """
 
+    RECOMMENDED = "recommended"
+    BASELINE = "baseline"
     BETTER = "better"
-    WORSE = "worse"
     # Worse by no more than the tolerance.
     INDISTINGUISHABLE = "indistinguishable"
     # The test found none of these: more seeds or steps would settle it.
@@ -42,12 +43,16 @@ class Verdict(StrEnum):
     UNJUDGED = "unjudged"
     # Most weights no longer moved: a loss as good says nothing of what follows.
     STALLED = "stalled"
-    RECOMMENDED = "recommended"
-    BASELINE = "baseline"
+    WORSE = "worse"
     DIVERGED = "diverged"
     SLOW = "slow"
     FAILED = "failed"
     UNAVAILABLE = "unavailable"
+
+    @property
+    def rank(self) -> int:
+        """Return the place in the order of the members, 0 the best."""
+        return [*Verdict].index(self)
 
 
 MAX_DECIMALS = 8

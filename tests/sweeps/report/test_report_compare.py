@@ -679,7 +679,7 @@ def test_equal_accuracies_do_not_hide_a_collapse_beside_them():
     for name, accuracy, loss in (("32-true", 1.0, 0.1), ("b", 1.0, 0.2), ("c", 0.1, 0.3)):
         own = seeds(name, (accuracy,) * 3)
         jobs += [replace(j, metrics={**j.metrics, "val/loss": loss}) for j in own]
-    assert of(jobs, "c").is_worse
+    assert of(jobs, "c").verdict == "worse"
 
 
 def test_the_table_says_that_weights_no_longer_move():
@@ -689,7 +689,7 @@ def test_the_table_says_that_weights_no_longer_move():
     assert (cell.text, cell.tone) == ("weights no longer move", "bad")
     # What is worse is that, whether it moves or not.
     worse = [*seeds("32-true", NOISY), *seeds("b", WORSE, FAST, stagnant_share=0.92)]
-    assert of(worse, "b").is_worse
+    assert of(worse, "b").verdict == "worse"
 
 
 def test_one_seed_of_weights_that_no_longer_move_asks_for_no_more_seeds():

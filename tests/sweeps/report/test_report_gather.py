@@ -202,7 +202,7 @@ def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
     reader = Reader(uri)
     (job,) = [run for run in reader.jobs(reader.run(parent)) if run.name == "32-true seed=1"]
     names = ("night", parent, job.run_id)
-    pages = {store_report(uri, name, tmp_path)[0][0].read_text() for name in names}
+    pages = {store_report(Reader(uri), name, tmp_path)[0][0].read_text() for name in names}
     assert len(pages) == 1
     artifact = reader.artifact(parent, "report.html")
     assert artifact == (tmp_path / "report.html").read_bytes()
@@ -212,7 +212,7 @@ def test_a_sweep_is_found_by_its_id_its_parent_and_its_jobs(stored, tmp_path):
 def test_jobs_of_two_machines_are_in_one_report(stored, sweep, tmp_path):
     uri, parent = stored
     jobs = write_job_facts(tmp_path, load_from_folder(sweep), 1)
-    store_report(uri, "night", tmp_path, jobs)
+    store_report(Reader(uri), "night", tmp_path, jobs)
     reader = Reader(uri)
     data = load_from_store(reader, reader.run(parent))
     labels = [job.result.label for job in data.jobs]
@@ -245,7 +245,7 @@ def test_a_second_device_changes_no_name_and_outdated_ones_are_cleared(stored, t
 @pytest.mark.parametrize("name", ["nosuch", "no/such", "a' or tags.role = 'sweep"])
 def test_an_id_that_is_no_sweep_of_the_store_is_refused(stored, tmp_path, name):
     with pytest.raises(ConfigError, match="is no sweep"):
-        store_report(stored[0], name, tmp_path)
+        store_report(Reader(stored[0]), name, tmp_path)
 
 
 def test_a_store_that_does_not_answer_is_an_error(monkeypatch):

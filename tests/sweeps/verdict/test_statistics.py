@@ -8,7 +8,7 @@ from statistics import stdev
 import pytest
 from scipy import stats
 
-from runner.sweeps.report.wording import VERDICT_WORDS, difference_words
+from runner.sweeps.report.wording import VERDICT_LOOKS, difference_words
 from runner.sweeps.verdict.statistics import (
     ERROR_RATE,
     MeanDifference,
@@ -264,5 +264,5 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
 
 
 def test_every_verdict_has_words_of_its_own() -> None:
-    assert set(VERDICT_WORDS) == set(Verdict)
-    assert len(set(VERDICT_WORDS.values())) == len(Verdict)
+    assert set(VERDICT_LOOKS) == set(Verdict)
+    assert len({look.words for look in VERDICT_LOOKS.values()}) == len(Verdict)
