@@ -81,7 +81,7 @@ def list_outputs(words: Sequence[str], values: Mapping[str, str]) -> int:
         cells.append([folder, name, Cell(row.answer, note=row.note)])
     console = plain_console()
     table = Table(["folder", "what", "answer"], cells, words=frozenset(range(3)))
-    console.print(f"{len(rows)} runs and sweeps, {size_text(sum(row.size for row in rows))}")
+    console.print(f"runs and sweeps: {len(rows)}, {size_text(sum(row.size for row in rows))}")
     console.print(terminal_table(table, console.width))
     return 0
 
@@ -122,14 +122,7 @@ def read_row(folder: Path) -> OutputRow | None:
         raise ConfigError("it holds a link out of it.")
     try:
         return _read_row(folder, kind)
-    except (
-        OSError,
-        ArithmeticError,
-        AttributeError,
-        ValueError,
-        TypeError,
-        StopIteration,
-    ) as error:
+    except Exception as error:  # a stranger's file may be damaged in any way
         raise ConfigError(f"its {kind} is damaged.") from error
 
 
@@ -144,7 +137,7 @@ def _read_row(folder: Path, kind: str) -> OutputRow:
         began_ms = manifest.began_ms
         ids.append(manifest.id)
         results = read_results(folder)
-        answer = manifest.answer or "no answer"
+        answer = manifest.answer or f"not recorded; type report {folder}"
     elif kind == layout.RESULT:
         results = [RunResult.read(folder)]
     else:

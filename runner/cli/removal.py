@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
 _OWN_NAMES = re.compile(
-    r"\d+|checkpoints|model|ranks|guard|pretrained|adapter|samples|callbacks|\.hydra|\.submitit"
-    r"|.+\.(json|jsonl|state|spare|partial|yaml|npz|png|html|md|csv|txt|log|safetensors)"
+    "|".join(map(re.escape, layout.WRITTEN_PLACES))
+    + r"|\d+|report\.(html|md|csv|png)|(numerics|diff)\.(html|png)|(data|error|log|profile)\.txt"
+    r"|loss_scale\.png|.+\.(json|jsonl|state|spare|partial|yaml|npz|log|safetensors)"
 )
 """Names of the files and folders that commands write into the folders of runs and sweeps."""
 _LAST_FILES = ("journal.jsonl", layout.SIGNATURE, layout.RESULT, layout.MANIFEST)
@@ -42,12 +43,13 @@ def remove(words: Sequence[str], values: Mapping[str, str]) -> int:
     """
     if not words:
         raise ConfigError("remove needs a folder or an id. Type runner list to see them.")
-    rows = {Path(row.folder).resolve(): row for row in map(_find, words)}
+    known = find_rows(OUTPUTS)
+    rows = {Path(row.folder).resolve(): row for row in (_find(word, known) for word in words)}
     runs = {folder: [*_stored_runs(folder)] for folder in rows}
     places = [*rows]
     for folder, row in rows.items():
         facts = filter(None, [row.name, ", ".join(row.precision), row.answer, row.note])
-        lines = [f"{row.folder}: {'; '.join(facts)}", *_dependents(folder, row)]
+        lines = [f"{row.folder}: {'; '.join(facts)}", *_dependents(folder, row, known)]
         for reader, run in runs[folder]:
             stored = reader.artifact_folders(run).values()
             places += stored
@@ -59,14 +61,17 @@ def remove(words: Sequence[str], values: Mapping[str, str]) -> int:
     if "--yes" not in values:
         if not sys.stdin.isatty():
             raise ConfigError(f"remove deletes {what} only if you type --yes, too.")
-        if input(f"Delete {what}? [y/N] ").strip().lower() not in ("y", "yes"):
+        answer = ""
+        with suppress(EOFError):  # Ctrl-D
+            answer = input(f"Delete {what}? [y/N] ").strip().lower()
+        if answer not in ("y", "yes"):
             return 1
     for folder in rows:
         with files.folder_lock(folder):
             for reader, run in runs[folder]:
                 reader.delete_run(run)
             for path in sorted(folder.iterdir(), key=lambda path: path.name in _LAST_FILES):
-                if path.is_dir():
+                if path.is_dir() and not path.is_symlink():
                     rmtree(path)
                 else:
                     path.unlink()
@@ -75,16 +80,19 @@ def remove(words: Sequence[str], values: Mapping[str, str]) -> int:
     return 0
 
 
-def _find(word: str) -> OutputRow:
+def _find(word: str, known: Sequence[OutputRow]) -> OutputRow:
     """Return the run or sweep of a folder or an id.
 
     Raises:
         ConfigError: there is none, or it cannot be removed.
     """
-    found = [row.folder for row in find_rows(OUTPUTS) if word in row.ids]
+    found = [row.folder for row in known if word in row.ids]
     folder = Path(*found[:1] or [word])
     is_folder = files.path_exists(str(folder)) and not folder.is_symlink()
-    row = read_row(folder) if is_folder else None
+    try:
+        row = read_row(folder) if is_folder else None
+    except ConfigError as error:
+        raise ConfigError(f"remove {word}: {error}") from error
     if row is None:
         raise ConfigError(
             f"remove {word}: this is no folder of a run or a sweep (nor is a link to one), and no "
@@ -106,9 +114,9 @@ def _find(word: str) -> OutputRow:
     raise ConfigError(f"remove {word}: {problem}.")
 
 
-def _dependents(folder: Path, row: OutputRow) -> Iterator[str]:
+def _dependents(folder: Path, row: OutputRow, known: Sequence[OutputRow]) -> Iterator[str]:
     """Yield a line for each other run whose command names the folder of this one."""
-    others = [Path(other.folder) for other in find_rows(OUTPUTS) if other.ids != row.ids]
+    others = [Path(other.folder) for other in known if other.folder != row.folder]
     for path in (path for other in others for path in other.rglob(layout.RESULT)):
         with suppress(OSError, ValueError):
             for override in RunResult.read(path.parent).overrides:
@@ -129,12 +137,14 @@ def _stored_runs(folder: Path) -> Iterator[tuple["Reader", "StoredRun"]]:
     # A stranger's folder may name any run of this user's: the run itself names its journal, too.
     starts = (next(journals.read_records(path), ({}, 0))[0] for path in paths)
     ids = [start.get("id") for start in starts]
-    stores = {(each.uri, each.run_id): each for each in map(journal_store, paths) if each}
-    for (uri, run_id), store in stores.items():
-        if run_id and store.is_users:
-            from runner.tracking.reader import Reader  # imports mlflow
+    stores = filter(None, map(journal_store, paths))
+    run_ids = fmt.grouped((each.uri, each.run_id or "") for each in stores if each.is_users)
+    for uri, of_store in run_ids.items():
+        from runner.tracking.reader import Reader  # imports mlflow
 
+        with suppress(ConfigError):  # the store's file is gone, and the runs with it
             reader = Reader(uri)
-            run = reader.run(run_id)
-            if run and run.tags.get(journals.JOURNAL_TAG) in ids:
-                yield reader, run
+            for run in map(reader.run, filter(None, dict.fromkeys(of_store))):
+                tag = run and run.tags.get(journals.JOURNAL_TAG)
+                if run and tag and tag in ids:
+                    yield reader, run

@@ -9,11 +9,12 @@ import tempfile
 import time
 import webbrowser
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from runner.core import ConfigError, secrets, stop_signals
+from runner.core import ConfigError, files, secrets, stop_signals
 from runner.tracking.uri import LOOPBACK, is_answering, port_record, resolve_experiment, resolve_uri
 from runner.tracking.writer_process import upload_in_background
 
@@ -84,8 +85,9 @@ def _serve(uri: str, port: int, pages: Mapping[str, str]) -> int:
                     time.sleep(0.2)
                 if server.poll() is None:
                     # With it the commands that log to the store print the addresses of pages.
-                    if record:
-                        record.write_text(str(port))
+                    with suppress(OSError):  # the store's folder takes no files
+                        if record:
+                            files.write_text(record, str(port))
                     print(f"ready: http://{LOOPBACK}:{port}")
                     _show(pages)
                     if not _has_screen():
@@ -101,8 +103,10 @@ def _serve(uri: str, port: int, pages: Mapping[str, str]) -> int:
             log.unlink()
             return 0 if signals.number == signal.SIGINT else error.exit_status
         finally:
-            if record:
-                record.unlink(missing_ok=True)
+            # Another server of the store may have replaced it.
+            with suppress(OSError):
+                if record and record.read_text() == str(port):
+                    record.unlink()
     last_lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
     print(*last_lines, f"MLflow's server ended with status {status}. Its log: {log}", sep="\n")
     return 1

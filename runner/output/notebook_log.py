@@ -82,11 +82,14 @@ def _traceback_of_user(error: Exception) -> list[str]:
 
 def _without_files(frames: Any, hidden: tuple[str, ...]) -> Any:
     """Return the frames of a traceback without those of files; None where no other is left."""
-    while frames and frames.tb_frame.f_code.co_filename.startswith(hidden):
+    kept = []
+    while frames:
+        if not frames.tb_frame.f_code.co_filename.startswith(hidden):
+            kept.append(frames)
         frames = frames.tb_next
-    if frames:
-        frames.tb_next = _without_files(frames.tb_next, hidden)
-    return frames
+    for frame, following in zip(kept, [*kept[1:], None], strict=True):
+        frame.tb_next = following
+    return kept[0] if kept else None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
-from runner.core import fmt, journals
+from runner.core import fmt, journals, layout
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -187,7 +187,8 @@ def group_state(keys: Sequence[str]) -> dict[str, Any] | None:
             group_keys.append({"mode": "tag", "groupByData": key})
         else:
             # An option of another group is known by what it builds.
-            name = key if "." in key else f"{key}._target_"
+            is_group = (layout.BUILT_IN_CONFIGS / key).is_dir()
+            name = f"{key}._target_" if is_group else key
             group_keys.append({"mode": "param", "groupByData": name})
     return {"aggregateFunction": "average", "groupByKeys": group_keys}
 

@@ -1,6 +1,7 @@
 """runner remove: what it deletes in folders and in a real store, and what it refuses."""
 
 import io
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_what_is_not_removed(home, tmp_path):
         assert "this is no folder of a run or a sweep" in refusal(word)
     with folder_lock(RUN):
         assert "outputs/runs/a: it runs." in refusal(RUN)
-    for name in ("train.py", "src"):
+    for name in ("train.py", "src", "notes.md", "plan.txt", "scores.csv"):
         (RUN / name).mkdir()
         assert f"it also holds {name}, which no run writes" in refusal(RUN)
         (RUN / name).rmdir()
@@ -115,6 +116,12 @@ def test_a_folder_of_a_stranger_deletes_no_run_of_the_users(home):
     lines[0] = lines[0].replace(run.tags["mlflow.runner.journal"], "0" * 32)
     journal.write_text("".join(lines))
     assert reader.artifact_folders(run).keys() >= {run.run_id}
+    assert not [*_stored_runs(copy)]
+    # A run that no journal is named by is of another program.
+    journal.write_text("".join([re.sub('"id": "0+"', '"x": 0', lines[0]), *lines[1:]]))
+    reader.client.delete_tag(run.run_id, "mlflow.runner.journal")
+    assert not [*_stored_runs(copy)]
+    reader.client.set_tag(run.run_id, "mlflow.runner.journal", run.tags["mlflow.runner.journal"])
     remove([str(copy)], {"--yes": "--yes"})
     assert not copy.exists()
     assert run.run_id in home.active()
