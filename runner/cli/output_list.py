@@ -122,6 +122,8 @@ def read_row(folder: Path) -> OutputRow | None:
         raise ConfigError("it holds a link out of it.")
     try:
         return _read_row(folder, kind)
+    except ConfigError:
+        raise
     except Exception as error:  # a stranger's file may be damaged in any way
         raise ConfigError(f"its {kind} is damaged.") from error
 

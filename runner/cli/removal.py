@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from runner.tracking.reader import Reader, StoredRun
 
 _OWN_NAMES = re.compile(
-    "|".join(map(re.escape, layout.WRITTEN_PLACES))
-    + r"|\d+|report\.(html|md|csv|png)|(numerics|diff)\.(html|png)|(data|error|log|profile)\.txt"
+    r"\d+|checkpoints|model|ranks|guard|pretrained|adapter|samples|callbacks|\.hydra|\.submitit"
+    r"|report\.(html|md|csv|png)|(numerics|diff)\.(html|png)|(data|error|log|profile)\.txt"
     r"|loss_scale\.png|.+\.(json|jsonl|state|spare|partial|yaml|npz|log|safetensors)"
 )
 """Names of the files and folders that commands write into the folders of runs and sweeps."""

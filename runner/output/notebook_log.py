@@ -87,7 +87,7 @@ def _without_files(frames: Any, hidden: tuple[str, ...]) -> Any:
         if not frames.tb_frame.f_code.co_filename.startswith(hidden):
             kept.append(frames)
         frames = frames.tb_next
-    for frame, following in zip(kept, [*kept[1:], None], strict=True):
+    for frame, following in zip(kept, [*kept[1:], None], strict=False):
         frame.tb_next = following
     return kept[0] if kept else None
 

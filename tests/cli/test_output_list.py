@@ -73,7 +73,7 @@ def test_a_terminal_of_80_columns_shows_whole_folders(outputs):
     env = clean_env(PYTHONPATH=str(ROOT), COLUMNS="80", TTY_COMPATIBLE="1")
     text = run(command, cwd=outputs, env=env, capture_output=True, text=True, check=True).stdout
     assert text.endswith("False False\n")
-    for part in ("outputs/runs/a ", "bf16-true", "the good one", "3 runs and sweeps, "):
+    for part in ("outputs/runs/a ", "bf16-true", "the good one", "runs and sweeps: 3, "):
         assert part in text
 
 

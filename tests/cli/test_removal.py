@@ -137,7 +137,7 @@ def test_a_run_and_a_sweep_are_deleted_everywhere(home):
     assert home.main("remove", run.run_id, "--yes").rc == 0
     assert not RUN.exists()
     assert run.run_id not in home.active() | home.models() | home.artifacts()[0]
-    sweep = _find(str(SWEEP))
+    sweep = _find(str(SWEEP), [])
     assert home.main("remove", sweep.ids[-1], "--yes").rc == 0
     assert not SWEEP.exists()
     assert (home.active(), home.models()) == (set(), set())

@@ -40,7 +40,7 @@ def test_a_comparison_is_printed_written_and_recorded(main, tmp_path, result, st
     assert {"blocks.0.attention.qkv", "blocks.1.contract", "(loss)"} <= {*names}
     page = (folder / "diff.html").read_text()
     assert f"diff: see {folder.relative_to(tmp_path) / 'diff.html'}" in printed
-    assert result(tmp_path)["run_id"] in page
+    assert f"run {folder.relative_to(tmp_path)}" in page
     assert "<pre>python -m runner mode=diff" in page
     assert content["sentence"].split("`")[0] in re.sub("<[^>]+>", "", page)
     assert "<script" not in page

@@ -131,7 +131,7 @@ def test_advice_takes_a_baseline_and_a_bar(recorded, main, tmp_path):
     words = "precision=bf16-true advise.budget=1h advise.seeds=3 tracking=none advise.max_gap=0.1"
     asked = ("advise.objective=memory", f"advise.baseline={recorded[0]}", "hydra/launcher=basic")
     main("mode=advise", *TRAINED, *words.split(), *asked).check_ok(
-        "Use bf16-true: 0.50 × its weights and optimizer state", "tolerated 0.1, 3 seeds"
+        "Use bf16-true: 0.50 × 32-true's weights and optimizer state", "tolerated 0.1, 3 seeds"
     )
     assert {one.precision for one in results_in(tmp_path)} == {"bf16-true"}
 

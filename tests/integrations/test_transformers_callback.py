@@ -181,7 +181,7 @@ def test_runs_of_a_group_are_one_report(lab, main, capsys):
     # Of the folder, and of MLflow alone.
     for words in ([lab.folder / "outputs" / "groups" / "tiny"], [parent.id, store]):
         done = main("report", *words).check_ok()
-        rows = [f"| {name} transformers |" for name in ("32-true", "bf16-mixed", "16-mixed")]
+        rows = [f"│ {name} transformers " for name in ("32-true", "bf16-mixed", "16-mixed")]
         assert all(row in done.stdout for row in rows)
         assert "baseline" in done.stdout
 

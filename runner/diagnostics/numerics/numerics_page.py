@@ -166,7 +166,8 @@ def page_head(output: RunOutput, device: str, note: str = "") -> list[Block]:
     words = facts.get("command", [])
     # A call of the Python API is one text.
     commands = [terminal.quote_command(words)] if len(words) > 1 else words
-    run = f"run {output.tracker.run_id}" if output.tracker.run_id else ""
+    # Not its id: the store may open the run later than this.
+    run = f"run {fmt.relative_path(output.out)}"
     return [*Origin(fmt.now_ms() / 1000, device, run, note, versions, commands).blocks()]
 
 

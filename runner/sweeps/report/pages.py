@@ -28,7 +28,6 @@ from runner.output.markup import (
     Table,
     Text,
     markdown,
-    markdown_code,
     markdown_text,
     terminal_table,
     to_html,
@@ -121,7 +120,7 @@ def write_report(data: SweepData, folder: Path) -> list[Path]:
 
 
 def summary_markdown(data: SweepData, links: str = "") -> str:
-    """Return the note of the parent run: the answer, what to type, and what did not end well.
+    """Return the note of the parent run: the answer, and what did not end well.
 
     MLflow folds a note after about five lines, so a table has no place in it.
 
@@ -134,8 +133,7 @@ def summary_markdown(data: SweepData, links: str = "") -> str:
         parts = [*map(markdown, _answer_blocks(data)), links]
     else:
         # The command is in the run's tag, other caveats are in the report.
-        command = f"Next: {markdown_code(str(answer.command))}" if answer.command else ""
-        line = " · ".join(filter(None, [links, *map(markdown_text, answer.noted), command]))
+        line = " · ".join(filter(None, [links, *map(markdown_text, answer.noted)]))
         parts = [markdown(Text(answer.sentence, "answer")), line]
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -203,7 +203,9 @@ def test_the_head_of_a_page_is_of_the_runs_files(tmp_path):
     (tmp_path / "environment.json").write_text(json.dumps(environment))
     output = RunOutput(tmp_path, SilentConsole(), NoTracker())
     facts, note, commands = page_head(output, "A processor", "why I ran it")
-    assert " · A processor · commit 01234567 with changes · torch 9.9" in facts.text
+    assert (
+        f" · A processor · run {tmp_path} · commit 01234567 with changes · torch 9.9" in facts.text
+    )
     assert note.text == "why I ran it"
     assert commands.lines == ["python -m runner 'model.hidden=[8, 8]'"]
     (tmp_path / "environment.json").write_text("{")
