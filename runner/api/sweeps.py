@@ -27,6 +27,7 @@ from runner.core import (
 from runner.output.lasting_output import lasting_output
 from runner.output.markup import notebook_frame
 from runner.output.notebook_log import folded_log
+from runner.rooms import install_rooms
 from runner.sweeps.hydra_job import call_hydra, expand_resumed_sweep
 from runner.sweeps.report.load import (
     find_parent_run,
@@ -245,6 +246,7 @@ def _run_sweep(
     if out is not None:
         check_new_folder(Path(out))
     options = object_options(objects, configs)
+    install_rooms()
     register_schema()
     # The end of the sweep, too, shows commands that name the objects.
     with (

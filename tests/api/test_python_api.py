@@ -2,8 +2,11 @@
 
 import functools
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas
@@ -456,3 +459,20 @@ def test_the_public_names_are_listed_and_others_are_unknown():
     assert {"run", "sweep", "advise", "compose", "load"} <= set(dir(runner))
     with pytest.raises(AttributeError, match="has no attribute 'train'"):
         _ = runner.train
+
+
+def test_a_sweep_is_the_first_call_of_a_process(tmp_path, root):
+    """Whatever other call would have set up is not there."""
+    words = ["precision=bf16-mixed", "seed=0", "train.max_steps=1", "tracking=none"]
+    code = f"import runner; print(runner.sweep({['model=mlp', 'data=digits', *words]!r}))"
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bf16-mixed finished: val/accuracy" in done.stdout
