@@ -280,6 +280,7 @@ def fabric_of(name, model):
     return fabric, fabric.setup(model)
 
 
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")  # where Slurm is installed
 def test_what_fabric_does():
     lightning = pytest.importorskip("lightning")
     assert lightning.__version__.startswith("2.6")
