@@ -7,6 +7,7 @@ the reference is the run itself, trained again up to the steps that are compared
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -321,13 +322,13 @@ def _on(batch: Batch, device: torch.device) -> Batch:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
 
 
-def resolve_reference(spec: RunSpec) -> DiffReference:
-    """Return what against= names, which is no run.
+def resolve_reference(spec: RunSpec, key: str = "against") -> DiffReference:
+    """Return what against=, or another key, names; no run.
 
     Raises:
         ConfigError: it names nothing that can be compared with.
     """
-    text = str(spec.value("against"))
+    text = str(spec.value(key))
     name = RunSpec.PRECISION_ALIASES.get(text, text)
     if name in registry.precision_names():
         # No precision.<key> of the command counts, which is the other execution's.
@@ -347,23 +348,24 @@ def resolve_reference(spec: RunSpec) -> DiffReference:
             )
         return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
     if "=" in text:
-        words = text.split(",")
+        # A comma in brackets is one of a list.
+        words = re.split(r",(?![^\[]*\])", text)
         reference = spec
         for word in words:
-            key, _, value = word.partition("=")
-            if key == "precision":
-                reference = resolve_reference(reference.with_value("against", value)).spec
+            name, _, value = word.partition("=")
+            if name == "precision":
+                reference = resolve_reference(reference.with_value(key, value), key).spec
             else:
-                reference = _with_value(reference, word)
+                reference = _with_value(reference, word, key)
         return DiffReference(text, reference, own=_own_values(spec, words))
     if "/" in text:
-        raise ConfigError(f"against={text}: there is no such file or folder. Type a run's.")
+        raise ConfigError(f"{key}={text}: there is no such file or folder. Type a run's.")
     names = [*registry.precision_names(), *ACCELERATORS]
     near = DTYPE_PRECISIONS.get(text) or get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(near)}." if near else ""
     raise ConfigError(
-        f"against={text} is no precision, accelerator, override or file.{hint} Allowed: a "
-        "precision (against=32-true), other values of keys (against=train.compile=false), "
+        f"{key}={text} is no precision, accelerator, override or file.{hint} Allowed: a "
+        f"precision ({key}=32-true), other values of keys ({key}=train.compile=false), "
         f"{', '.join(ACCELERATORS)}, weights or a checkpoint (a path), a dump (diff-*.safetensors)."
     )
 
@@ -409,16 +411,16 @@ def _own_values(spec: RunSpec, words: list[str]) -> str:
     return " ".join(found)
 
 
-def _with_value(spec: RunSpec, word: str) -> RunSpec:
+def _with_value(spec: RunSpec, word: str, typed: str) -> RunSpec:
     key = word.partition("=")[0]
     config = OmegaConf.create(spec.to_dict())
     missing = object()
     if OmegaConf.select(config, key, default=missing) is missing:
         near = module_tree.nearest_names(key, [*dotted_keys("", config)])
-        raise ConfigError(f"against={word}: there is no key {key}. Nearest: {near}.")
+        raise ConfigError(f"{typed}={word}: there is no key {key}. Nearest: {near}.")
     if not key.startswith(COMPARED_KEYS):
         raise ConfigError(
-            f"against={word}: both executions have the same {key}. Allowed: precision=<name>, and "
+            f"{typed}={word}: both executions have the same {key}. Allowed: precision=<name>, and "
             f"keys that begin with {', '.join(COMPARED_KEYS)}."
         )
     try:
@@ -426,7 +428,7 @@ def _with_value(spec: RunSpec, word: str) -> RunSpec:
         return resolve_spec(config)
     except (OmegaConfBaseException, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"against={word} does not fit: {reason}") from error
+        raise ConfigError(f"{typed}={word} does not fit: {reason}") from error
 
 
 def is_of_training(key: str) -> bool:

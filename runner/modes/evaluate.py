@@ -65,7 +65,7 @@ def plan_evaluation(plan: run_context.PlannedRun) -> run_context.PlannedRun:
     path = locate.find_checkpoint(spec.checkpoint.path, spec.tracking.get("uri"))
     saved = LoadedCheckpoint(path, checkpoint_file.load(path))
     if invocation.overrides_key("adapter"):
-        raise ConfigError("mode=evaluate takes the checkpoint's adapter. Leave adapter= out.")
+        raise ConfigError(f"mode={spec.mode} takes the checkpoint's adapter. Leave adapter= out.")
     groups = ("model", "adapter", "data", "task", "precision")
     # A key within a group that was typed changes the checkpoint's group.
     config = checkpoint_config(saved, "checkpoint")

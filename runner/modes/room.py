@@ -43,6 +43,7 @@ class Evaluate(Mode):
     """Evaluate a checkpoint in the precision of the run."""
 
     name = "evaluate"
+    takes_checkpoint = True
     reads_training_data = False
     is_recorded = True
     takes_processes = True
@@ -50,7 +51,7 @@ class Evaluate(Mode):
     def key_problems(self, spec: RunSpec) -> Iterator[str]:
         path = spec.checkpoint.path
         if spec.mode != self.name:
-            if path is not None:
+            if path is not None and not Mode.named(spec.mode).takes_checkpoint:
                 yield (
                     f"mode={spec.mode} does not load checkpoint={path}. Type mode=evaluate, "
                     "init.weights=<it> for its weights, or checkpoint.resume=<it>."

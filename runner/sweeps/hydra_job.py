@@ -121,8 +121,11 @@ def run_job(config: DictConfig) -> float | None:
     # A run that ends by an error may have written its result itself.
     has_result = False
     try:
-        objective = _start(config, folder, sweeping, leaves_line).objective
-        return None if math.isnan(objective) else objective
+        result = _start(config, folder, sweeping, leaves_line)
+        exit_status = Mode.named(config.mode).exit_status(result)
+        if exit_status and not sweeping:
+            raise SystemExit(exit_status)
+        return None if math.isnan(result.objective) else result.objective
     except RunnerError as error:
         from runner.sweeps.sweep_progress import alike_job
 

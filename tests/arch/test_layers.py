@@ -22,6 +22,7 @@ ORDER = (
     "training",
     "diagnostics",
     "modes",
+    "mismatch",
     "sweeps",
     "integrations",
     "cli",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runner.core.loop.train_state import TrainState
     from runner.core.record.checkpoint_file import LoadedCheckpoint
     from runner.core.run.run_context import PlannedRun, RunContext, RunOutcome, RunWatch
+    from runner.core.run.run_result import RunResult
 
 
 class Mode:
@@ -32,6 +33,7 @@ class Mode:
         is_recorded: is a run of the store, with metrics and a result.
         takes_processes: several processes may share it.
         needs_data: reads the data sets; else the shapes of data.meta are enough.
+        takes_checkpoint: loads what checkpoint= names.
         reads_training_data: reads the training set, not only those that are evaluated.
         chooses_jobs: is a sweep whose jobs are chosen as results come in.
     """
@@ -42,6 +44,7 @@ class Mode:
     is_recorded: bool = False
     takes_processes: bool = False
     needs_data: bool = True
+    takes_checkpoint: bool = False
     reads_training_data: bool = True
     chooses_jobs: bool = False
 
@@ -86,6 +89,10 @@ class Mode:
             The outcome; None of a mode that is not recorded.
         """
         raise NotImplementedError
+
+    def exit_status(self, result: "RunResult") -> int:
+        """Return the exit status of a command whose run finished with a result."""
+        return 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,318 @@
+"""mode=mismatch: measure the mismatch between what trains and what serves, explain and judge it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+from runner.core import (
+    Batch,
+    ConfigError,
+    LoadedCheckpoint,
+    RunContext,
+    RunnerError,
+    RunSpec,
+    fmt,
+    run_context,
+)
+from runner.diagnostics.numerics.numerics_page import page_head
+from runner.mismatch import findings
+from runner.mismatch.record import Mismatch
+from runner.mismatch.room import MismatchSpec
+from runner.mismatch.sides import (
+    Side,
+    build_sides,
+    check_task,
+    compare_generation,
+    compare_scores,
+    measure_floor,
+    text_of,
+)
+from runner.modes.diff import DiffReference, resolve_reference
+from runner.modes.execution import build_result
+from runner.modes.startup import prepare_loaders
+from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, Text, to_html
+
+PAGE = "mismatch.html"
+NUMBERS = "mismatch.json"
+MAX_ROWS = 20
+"""Kinds of modules on the page."""
+
+
+@dataclass
+class Report:
+    """What was found, as mismatch.json has it.
+
+    Attributes:
+        training, serving: names of the sides.
+        allowed: mismatch.max_ratio and mismatch.max_kl.
+        scored: the record of the validation batches.
+        generated: of generated tokens; None without a generation.
+        truncation: mean of -log(kept mass) of the generation, in nats.
+        floor: by side and what was changed, the record of a side against itself.
+        wrong_module: that adds more than rounding explains; empty where none does.
+        contributions: of kinds of modules, the most first.
+        flips: by layer of experts, the share of tokens that go to other experts.
+        cures: what was tried, with what remains, or why it cannot be tried.
+        notes: what could not be measured, and why.
+    """
+
+    training: str
+    serving: str
+    allowed: tuple[float, float]
+    scored: Mismatch
+    generated: Mismatch | None = None
+    truncation: float = 0.0
+    floor: dict[str, Mismatch] = field(default_factory=dict)
+    wrong_module: str = ""
+    contributions: Sequence[findings.Contribution] = ()
+    flips: Mapping[str, float] = field(default_factory=dict)
+    cures: list[tuple[findings.Cure, Mismatch | str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def judged(self) -> list[Mismatch]:
+        """Return the records that must be within what is allowed."""
+        return [one for one in (self.scored, self.generated) if one]
+
+    def accepts(self, *records: Mismatch) -> bool:
+        """Return whether records are within what is allowed; NaN is not."""
+        max_ratio, max_kl = self.allowed
+        return all(one.mean_ratio <= max_ratio and one.kl <= max_kl for one in records)
+
+    @property
+    def is_accepted(self) -> bool:
+        """Return whether what serves is what trains."""
+        return self.accepts(*self.judged)
+
+    @property
+    def floor_rms(self) -> float:
+        """Return the largest rms of a side against itself, in nats."""
+        return max((one.rms for one in self.floor.values()), default=0.0)
+
+    @property
+    def cure(self) -> findings.Cure | None:
+        """Return the cheapest cure that is enough."""
+        enough = (c for c, left in self.cures if isinstance(left, Mismatch) and self.accepts(left))
+        return next(enough, None)
+
+    @property
+    def sentence(self) -> str:
+        """Return the answer, in at most fifteen words."""
+        worst = max(self.judged, key=lambda one: one.mean_ratio)
+        numbers = f"mean ratio {worst.mean_ratio:.4g}, KL {worst.kl:.1e}"
+        if not self.is_accepted:
+            return f"{self.serving} does not serve what {self.training} trains: {numbers}."
+        if self.scored.rms <= self.floor_rms or not self.scored.rms:
+            return f"{self.serving} serves what {self.training} trains: no more than its floor."
+        return f"{self.serving} serves what {self.training} trains: {numbers}."
+
+    def details(self) -> Iterator[str]:
+        """Yield the sentences below the answer."""
+        max_ratio, max_kl = self.allowed
+        yield f"Allowed: a mean ratio of {max_ratio:g} and a KL of {max_kl:g} nats per token."
+        if self.wrong_module:
+            yield f"{self.wrong_module} adds more than rounding explains: look there first."
+        elif self.contributions:
+            first = self.contributions[0]
+            share = fmt.format_share(first.share)
+            yield f"Rounding alone; {first.modules} adds most of it, {share} of the mean square."
+        if self.flips:
+            layer, share = max(self.flips.items(), key=lambda one: one[1])
+            yield f"{fmt.format_share(share)} of tokens go to other experts in {layer}."
+        if self.cure:
+            left = dict((c.what, m) for c, m in self.cures)[self.cure.what]
+            assert isinstance(left, Mismatch)
+            words = " ".join(self.cure.words)
+            yield f"Cheapest cure: {self.cure.what} leaves {left.mean_ratio:.4g}. Type {words}."
+        yield from self.notes
+
+
+def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_context.RunOutcome:
+    """Compare the side that trains with the one that serves, and write and record it.
+
+    Raises:
+        ConfigError: serving= names no side, or the sides cannot be compared.
+    """
+    start = perf_counter()
+    check_task(run)
+    settings = run.spec.section(MismatchSpec)
+    served = _serving_reference(run.spec)
+    specs = (run.spec, served.spec)
+    names = (f"{run.precision.name} {served.own}".rstrip(), served.label)
+    with run.signals.interruptible():
+        loaders = prepare_loaders(run, saved)
+        batches = [*islice(loaders.val.epoch(0), settings.batches)]
+        sides = build_sides(run, specs, names, saved, batches[0])
+        run.say(f"mismatch: {names[0]} trains, {names[1]} serves")
+        report = Report(
+            *names, (settings.max_ratio, settings.max_kl), compare_scores(*sides, batches)
+        )
+        _measure(report, settings, sides, batches[0])
+        if settings.cures and not report.is_accepted:
+            tried = [*findings.cures(*sides, findings.first_rows(batches[0]))]
+            conversion = sides[0].report
+            del sides  # else the models of a cure would be held beside these
+            for cure in tried:
+                report.cures.append((cure, _remaining(run, cure, saved, batches)))
+        else:
+            conversion = sides[0].report
+    return _record(run, report, conversion, perf_counter() - start)
+
+
+def _serving_reference(spec: RunSpec) -> DiffReference:
+    """Return the side that serves.
+
+    Raises:
+        ConfigError: serving= names no precision and no values of keys.
+    """
+    found = resolve_reference(spec, "serving")
+    if found.dump or found.spec.init != spec.init:
+        raise ConfigError(
+            f"serving={spec.value('serving')} names other weights, and both sides have the same. "
+            "Type serving=<a precision>, and checkpoint=<it> or init.weights=<it>."
+        )
+    return found
+
+
+def _measure(
+    report: Report, settings: MismatchSpec, sides: tuple[Side, Side], batch: Batch
+) -> None:
+    """Add the floor, a generation and the cause to a report."""
+    training, serving = sides
+    for role, side in (("training", training), ("serving", serving)):
+        found = measure_floor(side, batch, settings.floor)
+        report.floor |= {f"{role}: other {kind}": record for kind, record in found.items()}
+    text = text_of(training.state.task, batch)
+    rows = findings.first_rows(batch)
+    if settings.new_tokens and text is None:
+        report.notes.append("Nothing was generated: no unpadded text to continue.")
+    elif settings.new_tokens and text is not None:
+        generated, cached, drawn = compare_generation(training, serving, text, settings)
+        report.generated = generated
+        report.truncation = -drawn.kept.log().mean().item()
+        if serving.cache_name and "cache" in settings.floor:
+            if findings.cache_is_wrong(serving, rows, cached):
+                report.wrong_module = "the cache of keys and values"
+            else:
+                report.floor["serving: with a cache"] = cached
+        elif not serving.cache_name:
+            report.notes.append("No cache: the model's forward takes none.")
+    if settings.cause and report.scored.rms:
+        comparison = findings.compare_modules(training, serving, rows)
+        report.flips = comparison.flips
+        found = findings.contributions(training, serving, rows)
+        report.contributions = found
+        report.wrong_module = report.wrong_module or findings.wrong_module(comparison, found)
+
+
+def _remaining(
+    run: RunContext, cure: findings.Cure, saved: LoadedCheckpoint | None, batches: Sequence[Batch]
+) -> Mismatch | str:
+    """Return the record of both sides with a cure, or why it cannot be tried."""
+    try:
+        specs = (cure.training, cure.serving)
+        sides = build_sides(run, specs, ("", ""), saved, batches[0])
+        return compare_scores(*sides, batches)
+    except RunnerError as error:
+        return str(error)
+
+
+def _record(
+    run: RunContext, report: Report, conversion: Any, seconds: float
+) -> run_context.RunOutcome:
+    """Print, write and record a report."""
+    run.say(report.sentence)
+    for detail in report.details():
+        run.say(detail)
+    numbers = report.scored.metrics()
+    numbers |= report.generated.metrics("mismatch/generated") if report.generated else {}
+    numbers |= {f"mismatch/flips/{layer}": share for layer, share in report.flips.items()}
+    metrics = {
+        "mismatch/mean_ratio": report.scored.mean_ratio,
+        "mismatch/kl": report.scored.kl,
+        "mismatch/rms": report.scored.rms,
+        "mismatch/floor_rms": report.floor_rms,
+        "mismatch/truncation_bias": report.truncation,
+        "mismatch/accepted": float(report.is_accepted),
+    }
+    run.tracker.log_metrics([(0, fmt.now_ms(), numbers | metrics)])
+    run.tracker.tags({"mismatch": report.sentence, "serving": report.serving})
+    head = page_head(run, run.device_name, run.spec.tracking.get("note") or "")
+    page = to_html(f"{report.training} and {report.serving}", [*head, *page_blocks(report)])
+    if run.save_artifact(run.out / PAGE, lambda path: path.write_text(page)):
+        run.say(f"mismatch: see {fmt.relative_path(run.out / PAGE)}")
+    run.save_json(NUMBERS, _json(report))
+    summary = {"metrics": metrics, "steps": 0, "peak_memory_mib": run.accelerator.peak_memory_mib()}
+    return run_context.RunOutcome(build_result(run, summary, seconds), conversion)
+
+
+def _json(report: Report) -> dict[str, Any]:
+    """Return what mismatch.json holds: the fields of Report, of cures what they leave."""
+    cures = [
+        {
+            "cure": cure.what,
+            "words": cure.words,
+            "left": asdict(left) if isinstance(left, Mismatch) else None,
+            "reason": left if isinstance(left, str) else "",
+        }
+        for cure, left in report.cures
+    ]
+    answer = {"sentence": report.sentence, "accepted": report.is_accepted}
+    return answer | {**asdict(report), "cures": cures}
+
+
+def page_blocks(report: Report) -> Iterator[Block]:
+    """Yield the blocks of the page."""
+    yield Text(report.sentence, "answer")
+    yield Text(" ".join(report.details()))
+    if report.cure:
+        yield Commands([" ".join(report.cure.words)])
+    columns = {"on the data": report.scored}
+    if report.generated:
+        columns["generated"] = report.generated
+    yield Heading("How far apart")
+    yield _records_table("", columns)
+    if report.floor:
+        yield Heading("The floor: each side against itself")
+        yield _records_table("", report.floor)
+    if report.contributions:
+        yield Heading("Where it comes from")
+        rows = [
+            [
+                Cell(one.modules),
+                Cell(fmt.format_number(one.rms)),
+                Cell(fmt.format_share(one.share), bar=min(one.share, 1.0)),
+            ]
+            for one in report.contributions[:MAX_ROWS]
+        ]
+        yield Table(["modules", "rms, nats", "share of the mean square"], rows)
+    if report.flips:
+        yield Heading("Tokens that go to other experts")
+        flips = sorted(report.flips.items(), key=lambda one: -one[1])
+        yield Table(
+            ["layer", "share"],
+            [[Cell(layer), Cell(fmt.format_share(share), bar=share)] for layer, share in flips],
+        )
+    if report.cures:
+        yield Heading("What was tried, the cheapest first")
+        tried = {c.what: left for c, left in report.cures if isinstance(left, Mismatch)}
+        yield _records_table("cure", tried)
+        yield Items([(c.what, left) for c, left in report.cures if isinstance(left, str)])
+
+
+def _records_table(title: str, records: Mapping[str, Mismatch]) -> Table:
+    head = [title, "tokens", "mean ratio", "KL, nats", "rms, nats", "99.9 %", "outside 0.9 to 1.1"]
+    head += ["outside 0.8 to 1.25", "worst", "flipped"]
+    rows = []
+    for name, one in records.items():
+        row = [
+            *(name, f"{one.tokens:,}", f"{one.mean_ratio:.5g}", f"{one.kl:.2g}"),
+            *(f"{one.rms:.2g}", f"{one.quantiles['0.999']:.2g}"),
+            *(fmt.format_share(one.outside_narrow), fmt.format_share(one.outside_wide)),
+            f"{one.worst:+.2g}",
+            "" if one.flipped is None else fmt.format_share(one.flipped),
+        ]
+        rows.append([*map(Cell, row)])
+    return Table(head, rows)
