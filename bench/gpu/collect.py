@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def collect(folder: Path, sweep: Path) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "capability": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
         "versions": {name: version_of(name) for name in PACKAGES} | {"cuda": torch.version.cuda},
+        "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
         "command": "bench/gpu/run.sh WHEELS OUT",
         "stages": dict(line.split() for line in status),
@@ -80,7 +82,7 @@ def markdown(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {text}" for name, text in results["versions"].items())
     parts = [
         f"# GPU suite on {results['device']}",
-        f"`{results['command']}`, commit {results['commit']}; {versions}",
+        f"`{results['command']}`, {results['date']}, commit {results['commit']}; {versions}",
         f"Tests: {results['tests']}. Stages and their exit status: {results['stages']}.",
     ]
     if results["ceilings"]:

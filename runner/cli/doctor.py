@@ -10,6 +10,7 @@ from rich.table import Table
 from runner import __version__
 from runner.config.overrides import existing_config_dir
 from runner.core import accelerators, run_context
+from runner.precision.measured_speeds import SOURCES, speed_text
 from runner.precision.registry import supported_precisions, yaml_header
 
 # Packages that only some precisions, adapters and TPUs need.
@@ -40,11 +41,13 @@ def doctor(config_dir: str | None = None) -> int:
         names_by_need: dict[str, list[str]] = {}
         for row in supported_precisions(accelerator.device, folder):
             if row.runs:
-                table.add_row(row.name, "yes", yaml_header(row.name, folder)[0])
+                speed = speed_text(row.name, accelerator.name)
+                table.add_row(row.name, "yes", yaml_header(row.name, folder)[0] + speed)
             else:
                 need = f"{row.why} {row.remedy}".removeprefix(f"precision={row.name} ")
                 names_by_need.setdefault(need, []).append(row.name)
         for need, names in names_by_need.items():
             table.add_row("\n".join(names), "no", need)
+        table.caption = SOURCES.get(accelerator.name)
         console.print(table)
     return 0

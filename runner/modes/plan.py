@@ -129,6 +129,8 @@ def _peak_rows(
         "at the peak": f"{', '.join(parts[:3])},\n{', '.join(parts[3:])}",
         "largest batch": f"{'none' if largest is None else largest}{more} {share}",
     }
+    if precision.emulated:
+        rows["emulated"] = "this memory is the emulation's; the hardware's own layers may hold less"
     if forecast.fallback:
         rows["predicted from"] = f"real steps on few examples; on fake tensors: {forecast.fallback}"
     return rows

@@ -50,6 +50,7 @@ from runner.diagnostics.memory.out_of_memory import is_out_of_memory
 from runner.modes.execution import prepare_process
 from runner.precision.casting import CastCacheWatch
 from runner.precision.gradient_hooks import describe_hooks, gradient_hooks
+from runner.precision.measured_speeds import slow_warning
 from runner.training.compile import fused_rounding
 from runner.training.model import BuiltModel, starts_random
 from runner.training.own_state import saved_state
@@ -472,7 +473,8 @@ def describe_model(run: RunContext, built: BuiltModel) -> dict[str, Any]:
         run.tracker.tags({"init_weights": f"{len(initial.loaded)}/{weights}"})
         run.save_json("init_weights.json", initial._asdict())
         _warn_of_frozen_fresh(run, built.model, initial)
-    for line in built.report.lines():
+    slow = slow_warning(run.precision, built.model, run.accelerator.name, run.spec)
+    for line in filter(None, [*built.report.lines(), slow]):
         run.say(line)
     tags = built.report.tags()
     kernels = run.precision.kernels(built.model, run.device)

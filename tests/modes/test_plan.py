@@ -92,6 +92,21 @@ def test_a_plan_without_the_shape_of_a_batch_says_so(plan):
     assert "not predicted: the shape of a batch is not known without data.meta.input" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "is_emulated"),
+    [
+        ("precision=transformer-engine precision.emulate=true", True),
+        ("precision=16-mixed precision.emulate=true", True),
+        ("precision=nvfp4 adapter=lora", True),
+        ("precision=16-mixed", False),
+    ],
+)
+def test_a_plan_of_an_emulation_says_whose_memory_it_is(plan, words, is_emulated):
+    text = plan(f"accelerator=cpu model=mlp model.hidden=[64] data=digits {words}")
+    sentence = "this memory is the emulation's; the hardware's own layers may hold less"
+    assert (sentence in text) == is_emulated
+
+
 def test_kept_modules_and_the_loss_scale_are_named(plan):
     text = plan("model=mlp precision=16-mixed precision.keep_fp32=[head]")
     assert "kept in float32: head" in text
