@@ -210,6 +210,7 @@ _PATH_KEYS = {
     "init.weights": "init.weights",
     "batch": "batch",
     "against": "against",
+    "serving": "serving",
 }
 
 
@@ -219,7 +220,7 @@ def _rewrite_path(text: str) -> str:
     if key not in _PATH_KEYS or not value:
         return text
     # Names of files may hold characters that Hydra's grammar refuses without quotes.
-    is_override = key == "against" and "=" in value and value[0] not in "\"'"
+    is_override = key in ("against", "serving") and "=" in value and value[0] not in "\"'"
     if files.path_exists(value) or is_override:
         value = fmt.quote_value(value)
     return f"{_PATH_KEYS[key]}={value}"

@@ -15,6 +15,7 @@ from runner.core import (
     RunSpec,
     fmt,
     run_context,
+    terminal,
 )
 from runner.diagnostics.numerics.numerics_page import page_head
 from runner.mismatch import findings
@@ -26,6 +27,7 @@ from runner.mismatch.sides import (
     check_task,
     compare_generation,
     compare_scores,
+    first_rows,
     measure_floor,
     text_of,
 )
@@ -36,8 +38,29 @@ from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, T
 
 PAGE = "mismatch.html"
 NUMBERS = "mismatch.json"
+CAUSE_ROWS = 4
+"""Examples by which the cause is looked for: all their activations are held."""
+MIN_BIAS = 1e-6
+"""Nats; rounding makes less."""
 MAX_ROWS = 20
 """Kinds of modules on the page."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A cure that was tried.
+
+    Attributes:
+        what: in words.
+        words: overrides to type in place of the command's own.
+        left: the record of both sides with it; None where it cannot be tried.
+        reason: why not.
+    """
+
+    what: str
+    words: Sequence[str]
+    left: Mismatch | None
+    reason: str = ""
 
 
 @dataclass
@@ -52,9 +75,9 @@ class Report:
         truncation: mean of -log(kept mass) of the generation, in nats.
         floor: by side and what was changed, the record of a side against itself.
         wrong_module: that adds more than rounding explains; empty where none does.
-        contributions: of kinds of modules, the most first.
+        contributions: rms that the own errors of a kind of modules make, the largest first.
         flips: by layer of experts, the share of tokens that go to other experts.
-        cures: what was tried, with what remains, or why it cannot be tried.
+        cures: what was tried, the cheapest first.
         notes: what could not be measured, and why.
     """
 
@@ -66,9 +89,9 @@ class Report:
     truncation: float = 0.0
     floor: dict[str, Mismatch] = field(default_factory=dict)
     wrong_module: str = ""
-    contributions: Sequence[findings.Contribution] = ()
+    contributions: Mapping[str, float] = field(default_factory=dict)
     flips: Mapping[str, float] = field(default_factory=dict)
-    cures: list[tuple[findings.Cure, Mismatch | str]] = field(default_factory=list)
+    cures: list[Tried] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -92,10 +115,11 @@ class Report:
         return max((one.rms for one in self.floor.values()), default=0.0)
 
     @property
-    def cure(self) -> findings.Cure | None:
+    def cure(self) -> Tried | None:
         """Return the cheapest cure that is enough."""
-        enough = (c for c, left in self.cures if isinstance(left, Mismatch) and self.accepts(left))
-        return next(enough, None)
+        return next(
+            (tried for tried in self.cures if tried.left and self.accepts(tried.left)), None
+        )
 
     @property
     def sentence(self) -> str:
@@ -115,17 +139,22 @@ class Report:
         if self.wrong_module:
             yield f"{self.wrong_module} adds more than rounding explains: look there first."
         elif self.contributions:
-            first = self.contributions[0]
-            share = fmt.format_share(first.share)
-            yield f"Rounding alone; {first.modules} adds most of it, {share} of the mean square."
-        if self.flips:
+            modules, rms = next(iter(self.contributions.items()))
+            yield (
+                f"Rounding alone. {modules} adds most of it: {rms:.2g} nats (rms) by its own "
+                f"errors, {self.scored.rms:.2g} by all."
+            )
+        if any(self.flips.values()):
             layer, share = max(self.flips.items(), key=lambda one: one[1])
             yield f"{fmt.format_share(share)} of tokens go to other experts in {layer}."
-        if self.cure:
-            left = dict((c.what, m) for c, m in self.cures)[self.cure.what]
-            assert isinstance(left, Mismatch)
-            words = " ".join(self.cure.words)
-            yield f"Cheapest cure: {self.cure.what} leaves {left.mean_ratio:.4g}. Type {words}."
+        if self.cure and self.cure.left:
+            left = f"{self.cure.left.mean_ratio:.5g}"
+            yield f"Cheapest cure: {self.cure.what}, leaves a mean ratio of {left}."
+        if self.truncation > MIN_BIAS:
+            yield (
+                f"After truncation a server's log-probabilities are {self.truncation:.3g} nats "
+                "larger than these: -log of the kept mass."
+            )
         yield from self.notes
 
 
@@ -150,14 +179,11 @@ def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_contex
             *names, (settings.max_ratio, settings.max_kl), compare_scores(*sides, batches)
         )
         _measure(report, settings, sides, batches[0])
-        if settings.cures and not report.is_accepted:
-            tried = [*findings.cures(*sides, findings.first_rows(batches[0]))]
-            conversion = sides[0].report
-            del sides  # else the models of a cure would be held beside these
-            for cure in tried:
-                report.cures.append((cure, _remaining(run, cure, saved, batches)))
-        else:
-            conversion = sides[0].report
+        conversion = sides[0].report
+        cures = findings.cures(*sides, first_rows(batches[0], CAUSE_ROWS))
+        tried = [*cures] if settings.cures and not report.is_accepted else []
+        del sides, cures  # else the models of a cure would be held beside these
+        report.cures += [_try(run, cure, saved, batches) for cure in tried]
     return _record(run, report, conversion, perf_counter() - start)
 
 
@@ -185,7 +211,7 @@ def _measure(
         found = measure_floor(side, batch, settings.floor)
         report.floor |= {f"{role}: other {kind}": record for kind, record in found.items()}
     text = text_of(training.state.task, batch)
-    rows = findings.first_rows(batch)
+    rows = first_rows(batch, CAUSE_ROWS)
     if settings.new_tokens and text is None:
         report.notes.append("Nothing was generated: no unpadded text to continue.")
     elif settings.new_tokens and text is not None:
@@ -207,16 +233,14 @@ def _measure(
         report.wrong_module = report.wrong_module or findings.wrong_module(comparison, found)
 
 
-def _remaining(
+def _try(
     run: RunContext, cure: findings.Cure, saved: LoadedCheckpoint | None, batches: Sequence[Batch]
-) -> Mismatch | str:
-    """Return the record of both sides with a cure, or why it cannot be tried."""
+) -> Tried:
     try:
-        specs = (cure.training, cure.serving)
-        sides = build_sides(run, specs, ("", ""), saved, batches[0])
-        return compare_scores(*sides, batches)
+        sides = build_sides(run, cure.specs, ("", ""), saved, batches[0])
+        return Tried(cure.what, cure.words, compare_scores(*sides, batches))
     except RunnerError as error:
-        return str(error)
+        return Tried(cure.what, cure.words, None, str(error))
 
 
 def _record(
@@ -226,6 +250,8 @@ def _record(
     run.say(report.sentence)
     for detail in report.details():
         run.say(detail)
+    if report.cure:
+        run.say(f"Type {terminal.quote_command(report.cure.words)}")
     numbers = report.scored.metrics()
     numbers |= report.generated.metrics("mismatch/generated") if report.generated else {}
     numbers |= {f"mismatch/flips/{layer}": share for layer, share in report.flips.items()}
@@ -243,24 +269,10 @@ def _record(
     page = to_html(f"{report.training} and {report.serving}", [*head, *page_blocks(report)])
     if run.save_artifact(run.out / PAGE, lambda path: path.write_text(page)):
         run.say(f"mismatch: see {fmt.relative_path(run.out / PAGE)}")
-    run.save_json(NUMBERS, _json(report))
+    answer = {"sentence": report.sentence, "accepted": report.is_accepted}
+    run.save_json(NUMBERS, answer | asdict(report))
     summary = {"metrics": metrics, "steps": 0, "peak_memory_mib": run.accelerator.peak_memory_mib()}
     return run_context.RunOutcome(build_result(run, summary, seconds), conversion)
-
-
-def _json(report: Report) -> dict[str, Any]:
-    """Return what mismatch.json holds: the fields of Report, of cures what they leave."""
-    cures = [
-        {
-            "cure": cure.what,
-            "words": cure.words,
-            "left": asdict(left) if isinstance(left, Mismatch) else None,
-            "reason": left if isinstance(left, str) else "",
-        }
-        for cure, left in report.cures
-    ]
-    answer = {"sentence": report.sentence, "accepted": report.is_accepted}
-    return answer | {**asdict(report), "cures": cures}
 
 
 def page_blocks(report: Report) -> Iterator[Block]:
@@ -268,7 +280,7 @@ def page_blocks(report: Report) -> Iterator[Block]:
     yield Text(report.sentence, "answer")
     yield Text(" ".join(report.details()))
     if report.cure:
-        yield Commands([" ".join(report.cure.words)])
+        yield Commands([terminal.quote_command(report.cure.words)])
     columns = {"on the data": report.scored}
     if report.generated:
         columns["generated"] = report.generated
@@ -277,29 +289,20 @@ def page_blocks(report: Report) -> Iterator[Block]:
     if report.floor:
         yield Heading("The floor: each side against itself")
         yield _records_table("", report.floor)
-    if report.contributions:
-        yield Heading("Where it comes from")
-        rows = [
-            [
-                Cell(one.modules),
-                Cell(fmt.format_number(one.rms)),
-                Cell(fmt.format_share(one.share), bar=min(one.share, 1.0)),
-            ]
-            for one in report.contributions[:MAX_ROWS]
-        ]
-        yield Table(["modules", "rms, nats", "share of the mean square"], rows)
-    if report.flips:
-        yield Heading("Tokens that go to other experts")
-        flips = sorted(report.flips.items(), key=lambda one: -one[1])
-        yield Table(
-            ["layer", "share"],
-            [[Cell(layer), Cell(fmt.format_share(share), bar=share)] for layer, share in flips],
-        )
+    for title, head, numbers in (
+        ("Where it comes from", ["modules", "rms of their own errors, nats"], report.contributions),
+        ("Tokens that go to other experts", ["layer", "share"], report.flips),
+    ):
+        largest = max(numbers.values(), default=0.0)
+        ordered = sorted(numbers.items(), key=lambda one: -one[1])[:MAX_ROWS]
+        if largest:
+            rows = [[Cell(name), Cell(f"{one:.2g}", bar=one / largest)] for name, one in ordered]
+            yield Heading(title)
+            yield Table(head, rows)
     if report.cures:
         yield Heading("What was tried, the cheapest first")
-        tried = {c.what: left for c, left in report.cures if isinstance(left, Mismatch)}
-        yield _records_table("cure", tried)
-        yield Items([(c.what, left) for c, left in report.cures if isinstance(left, str)])
+        yield _records_table("cure", {one.what: one.left for one in report.cures if one.left})
+        yield Items([(one.what, one.reason) for one in report.cures if one.reason])
 
 
 def _records_table(title: str, records: Mapping[str, Mismatch]) -> Table:

@@ -56,7 +56,8 @@ class MismatchSpec:
         }
         for key, (is_allowed, allowed) in ranges.items():
             if not is_allowed:
-                yield f"mismatch.{key}={getattr(self, key)} is not allowed. Allowed: {allowed}."
+                value = str(getattr(self, key)).replace("'", "").replace(" ", "")
+                yield f"mismatch.{key}={value} is not allowed. Allowed: {allowed}."
 
 
 class MismatchMode(Mode):
@@ -101,7 +102,7 @@ ROOM = Room(
     sections={"mismatch": MismatchSpec, "serving": str | None},
     texts={
         "serving": "the side that serves in mode=mismatch: a precision (serving=bf16-true), or "
-        "other values of keys, as in 'serving=\"precision=int8,precision.keep_fp32=[head]\"'"
+        "other values of keys (serving=precision=int8,precision.keep_fp32=[head])"
     },
     modes=(MismatchMode(),),
 )

@@ -38,7 +38,7 @@ from runner.training.tasks.tensor_task import ClassTask
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What Hugging Face's models call the keys and values of earlier tokens, since 5.20 and before."""
-CUT = 8
+PADDING_TOKENS = 8
 """Tokens by which a batch is cut for its other padding: products then have other shapes."""
 
 
@@ -92,7 +92,7 @@ class Side:
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of all classes, float [B, T, C], and labels int64 [B, T], on the
         CPU; T is 1 for a class per example."""
-        inputs, target = tree_map_only(Tensor, lambda t: t.to(self.state.device), batch)
+        inputs, target = on_device(batch, self.state.device)
         with self.computing():
             output = self.state.call(inputs)
         logits, labels = self.task.aligned(output, target)
@@ -164,6 +164,16 @@ class Generation(NamedTuple):
     tokens: Tensor
     scores: Tensor
     kept: Tensor
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def first_rows(batch: Batch, count: int) -> Batch:
+    """Return the first examples of a batch."""
+    return tree_map_only(Tensor, lambda t: t[:count] if t.dim() else t, batch)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -287,7 +297,7 @@ def measure_floor(side: Side, batch: Batch, kinds: Sequence[str]) -> dict[str, M
     found = {}
     scores, labels = side.score(batch)
     for kind, execute in _EXECUTIONS.items():
-        if kind in kinds and (kind != "padding" or labels.shape[1] > 2 * CUT):
+        if kind in kinds and (kind != "padding" or labels.shape[1] > 2 * PADDING_TOKENS):
             other, counted = execute(side, batch)
             same = scores[:, : other.shape[1]]
             found[kind] = TokenScores.record([TokenScores.of(same, other, counted)])
@@ -309,7 +319,7 @@ def _cut(side: Side, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the scores of a batch without its last tokens."""
     size = batch[1].shape[:2]
     return side.score(
-        tree_map_only(Tensor, lambda t: t[:, :-CUT] if t.shape[:2] == size else t, batch)
+        tree_map_only(Tensor, lambda t: t[:, :-PADDING_TOKENS] if t.shape[:2] == size else t, batch)
     )
 
 
