@@ -12,13 +12,17 @@ from runner.sweeps.report.wording import (
     VERDICT_LOOKS,
     capitalised_sentence,
     cast_note,
+    equal_loss_words,
     memory_words,
     reason_sentence,
     speed_words,
     unasked_sentences,
+    vain_speed_sentence,
 )
 from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command
 from runner.sweeps.verdict.answer import Answer
+from runner.sweeps.verdict.compare import Comparison
+from runner.sweeps.verdict.equal_loss import MIN_POINTS, WINDOW_SHARE
 from runner.sweeps.verdict.gate import GateVerdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict, format_interval
@@ -36,6 +40,12 @@ INDISTINGUISHABLE_NOTE = (
     f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
     "(non-inferiority). A tolerance in standard deviations is measured by as few seeds, and its "
     "lower 95 % bound counts. Neither: not enough evidence."
+)
+EQUAL_LOSS_NOTE = (
+    "time of the baseline until the higher of both final losses, over the time of the precision; "
+    f"a loss is the mean over the last {WINDOW_SHARE:.0%} of the steps so far, in validation or, "
+    f"with fewer than {MIN_POINTS} points, in training. Not reached: the final loss is measurably "
+    "higher, by more than is tolerated, or the precision is worse or diverged (docs/sweeps.md)."
 )
 PEAK_NOTE = (
     "of a step at train.batch_size, weights to temporaries, without libraries and data; the "
@@ -64,12 +74,19 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
     else:
         text = _use_sentence(advice, pick)
         details = [f"{pick.name}: {reason_sentence(pick)}."]
-        if pick.comparison.speed_verdict in ("faster", "slower"):
-            details.append(f"{pick.name} is {speed_words(pick.comparison)}.")
-        memory = memory_words(pick.comparison, f"{pick.name} takes ")
-        details += [f"{memory}."] if memory else []
+        details += _cost_sentences(pick.name, pick.comparison)
     command = Command("run", pick.command[len(RUNNER_COMMAND) :])
     return Answer(text, [*details, *caveats], pick=pick.comparison, command=command)
+
+
+def _cost_sentences(name: str, comparison: Comparison) -> Iterator[str]:
+    """Yield speed and memory of a precision where they differ from the baseline's."""
+    time_part = equal_loss_words(comparison)
+    if time_part or comparison.speed_verdict in ("faster", "slower"):
+        yield f"{name} is {speed_words(comparison)}{time_part}."
+    memory = memory_words(comparison, f"{name} takes ")
+    if memory:
+        yield f"{memory}."
 
 
 def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
@@ -78,7 +95,7 @@ def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
     gain = "no costlier"
     if comparison.memory_ratio and comparison.memory_ratio < 1:
         gain = memory_words(comparison) or gain
-    if comparison.speed_verdict == "faster" and advice.request.objective != "memory":
+    if comparison.is_faster and advice.request.objective != "memory":
         gain = speed_words(comparison)
     test = pick.test
     loss = f"{advice.request.noun} {VERDICT_LOOKS[test.verdict].words}" if test else "the baseline"
@@ -99,6 +116,10 @@ def _stay_sentences(advice: Advice) -> list[str]:
             "Train for longer (train.epochs, advise.steps, advise.budget), or type "
             "advise.objective=memory.",
         ]
+    for comparison in (v.comparison for v in rivals if v.is_acceptable):
+        # A faster one would be recommended, were it faster to an equal loss.
+        if objective == "time" and comparison.speed_verdict == "faster":
+            return [vain_speed_sentence(comparison)]
     aim = GAIN_WORDS[objective]
     return [f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."]
 
@@ -140,11 +161,7 @@ def _gate_answer(gate: GateVerdict) -> Answer:
     request = gate.advice.request
     details = [capitalised_sentence(gate.reason)]
     comparison = gate.precision.comparison
-    if comparison.speed_verdict in ("faster", "slower"):
-        details.append(f"It is {speed_words(comparison)}.")
-    memory = memory_words(comparison)
-    if memory:
-        details.append(f"It takes {memory}.")
+    details += _cost_sentences("It", comparison)
     if gate.decision == "undecided" and gate.looks:
         if gate.looks[-1].seeds < request.seeds:
             details.append("The budget ended first: a larger advise.budget may decide.")
@@ -241,6 +258,8 @@ def method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str
         yield "Within tolerance", INDISTINGUISHABLE_NOTE
         if any(verdict.forecast for verdict in advice.verdicts):
             yield "Predicted peak", PEAK_NOTE
+    if any(verdict.comparison.equal_loss for verdict in advice.verdicts):
+        yield "Speed to equal loss", EQUAL_LOSS_NOTE
     casts = cast_note(jobs_of(advice.verdicts))
     if casts:
         yield "Autocast", casts

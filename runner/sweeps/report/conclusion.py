@@ -19,6 +19,7 @@ from runner.sweeps.report.wording import (
     OUTCOME_WORDS,
     capitalised_sentence,
     difference_words,
+    equal_loss_words,
     format_mean_sd,
     format_range,
     format_ratio,
@@ -27,6 +28,7 @@ from runner.sweeps.report.wording import (
     outcome_words,
     speed_word,
     speed_words,
+    vain_speed_sentence,
     verdict_word,
 )
 from runner.sweeps.verdict.compare import (
@@ -359,12 +361,13 @@ def _unjudged_conclusion(others: Sequence[Comparison]) -> Conclusion:
     if not timed:
         return Conclusion(f"Stay with {BASELINE}: {_no_speed_reason(others)}.")
     fastest = _fastest(timed)
-    is_faster = fastest.speed_verdict == "faster"
-    if is_faster and fastest.has_stalled:
+    if fastest.is_faster and fastest.has_stalled:
         return _open_conclusion(fastest, others)
     text = f"Stay with {BASELINE}: nothing {_gain(fastest)} faster."
-    if is_faster:
+    if fastest.is_faster:
         text = f"Try {fastest.group.name} with more seeds: {speed_words(fastest)}."
+    elif fastest.speed_verdict == "faster":
+        text = vain_speed_sentence(fastest)
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
     open_question = f"Whether {fastest.group.metric} differs{gap} takes more seeds to judge."
     words = _more_seeds(others, MIN_SEEDS - 1)
@@ -391,7 +394,7 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
             verb = "is" if len(worse) == 1 else "are"
             reason = f"{join_names(c.group.name for c in worse)} {verb} worse in {quality}"
         return Conclusion(f"Stay with {BASELINE}: {reason}.", [*_verdicts(complete)], **stay)
-    faster = [other for other in timed if other.speed_verdict == "faster"]
+    faster = [other for other in timed if other.is_faster]
     as_good = (Verdict.BETTER, Verdict.INDISTINGUISHABLE)
     fit = [other for other in faster if other.has_learned and other.verdict in as_good]
     if faster and not fit:
@@ -407,6 +410,8 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
         return Conclusion(text, details, words, pick=pick, chosen=chosen)
     text = f"Stay with {BASELINE}: nothing as good {_gain(pick)} faster."
     ratio = pick.speed_ratio
+    if pick.speed_verdict == "faster":
+        text = vain_speed_sentence(pick)
     is_unclear = pick.speed_verdict == "unclear" and not pick.was_busy
     if ratio and is_unclear and ratio.value > 1 + MIN_GAIN_SEEDS:
         return Conclusion(text, details, _more_seeds(ended, ratio.n), "to measure the speed")
@@ -483,10 +488,11 @@ def _cost_sentences(named: Comparison, others: Sequence[Comparison]) -> Iterator
     speed = f"{speed_words(named)}{interval and f' (95 % interval {interval})'}"
     if named.speed_verdict == "even":
         speed = f"about as fast as {BASELINE}{interval and f' ({interval} ×)'}"
+    time_part = equal_loss_words(named)
     memory_part = memory_words(named, ", with ")
     # The answer itself says how fast the fastest is.
-    if interval or memory_part or named.speed_verdict != "faster":
-        yield f"{named.group.name} is {speed}{memory_part}."
+    if interval or time_part or memory_part or named.speed_verdict != "faster":
+        yield f"{named.group.name} is {speed}{time_part}{memory_part}."
 
     def memory(comparison: Comparison) -> float:
         return 1.0 if comparison.memory_ratio is None else comparison.memory_ratio

@@ -207,6 +207,8 @@ class Comparison:
             above 1 if the group is faster.
         memory_ratio: Group.memory_mib over the baseline's.
         difference: quality minus the baseline's.
+        equal_loss: the baseline's time until the higher of both final losses over the group's, see
+            with_equal_loss(); 0 if the group ends measurably above the baseline.
         was_busy: other programs kept busy the CPU that it trained on, so that no speed is judged.
         has_learned: the training loss of all its jobs and its baseline's fell, as far as is known.
     """
@@ -216,6 +218,7 @@ class Comparison:
     speed_ratio: Ratio | None = None
     memory_ratio: float | None = None
     difference: Difference | None = None
+    equal_loss: Ratio | None = None
     was_busy: bool = False
     has_learned: bool = True
 
@@ -268,6 +271,13 @@ class Comparison:
             return "slower"
         return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
 
+    @property
+    def is_faster(self) -> bool:
+        """Return whether it is measurably faster, and not shown to be no faster to equal loss."""
+        time = self.equal_loss
+        is_in_vain = time and time.n > 1 and time.high <= 1
+        return self.speed_verdict == "faster" and not is_in_vain
+
 
 def compare_with_baselines(
     results: Sequence[RunResult],
@@ -297,7 +307,7 @@ def compare_with_baselines(
         comparison = compare_two_groups(group, None if is_alone else base, busy)
         jobs = [*group.jobs, *(base.jobs if base else ())]
         compared.append(replace(comparison, has_learned=not any(job in untrained for job in jobs)))
-    tested = [i for i, each in enumerate(compared) if _has_comparable_quality(each)]
+    tested = [i for i, each in enumerate(compared) if has_comparable_quality(each)]
     # Groups with too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(qualities_by_seed(groups[i])) >= MIN_SEEDS for i in tested)
     for places in fmt.grouped((id(compared[i].baseline), i) for i in tested).values():
@@ -359,7 +369,7 @@ def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) 
     return Comparison(group, baseline, speed_ratio, memory_ratio, was_busy=was_busy)
 
 
-def _has_comparable_quality(comparison: Comparison) -> bool:
+def has_comparable_quality(comparison: Comparison) -> bool:
     """Return whether a group's quality is of the same model, data and metric as its baseline's."""
     group = comparison.group
     baseline = comparison.baseline
