@@ -17,12 +17,10 @@ from runner.sweeps.report.wording import (
     reason_sentence,
     speed_words,
     unasked_sentences,
-    vain_speed_sentence,
 )
 from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command
 from runner.sweeps.verdict.answer import Answer
 from runner.sweeps.verdict.compare import Comparison
-from runner.sweeps.verdict.equal_loss import MIN_POINTS, WINDOW_SHARE
 from runner.sweeps.verdict.gate import GateVerdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict, format_interval
@@ -42,10 +40,9 @@ INDISTINGUISHABLE_NOTE = (
     "lower 95 % bound counts. Neither: not enough evidence."
 )
 EQUAL_LOSS_NOTE = (
-    "time of the baseline until the higher of both final losses, over the time of the precision; "
-    f"a loss is the mean over the last {WINDOW_SHARE:.0%} of the steps so far, in validation or, "
-    f"with fewer than {MIN_POINTS} points, in training. Not reached: the final loss is measurably "
-    "higher, by more than is tolerated, or the precision is worse or diverged (docs/sweeps.md)."
+    "time of the baseline until the higher of both final losses, over the time of the precision, "
+    "by their smoothed curves (docs/sweeps.md). Not reached: its final loss is measurably higher, "
+    "by more than is tolerated, or it is worse or diverged."
 )
 PEAK_NOTE = (
     "of a step at train.batch_size, weights to temporaries, without libraries and data; the "
@@ -95,7 +92,7 @@ def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
     gain = "no costlier"
     if comparison.memory_ratio and comparison.memory_ratio < 1:
         gain = memory_words(comparison) or gain
-    if comparison.is_faster and advice.request.objective != "memory":
+    if comparison.speed_verdict == "faster" and advice.request.objective != "memory":
         gain = speed_words(comparison)
     test = pick.test
     loss = f"{advice.request.noun} {VERDICT_LOOKS[test.verdict].words}" if test else "the baseline"
@@ -116,10 +113,6 @@ def _stay_sentences(advice: Advice) -> list[str]:
             "Train for longer (train.epochs, advise.steps, advise.budget), or type "
             "advise.objective=memory.",
         ]
-    for comparison in (v.comparison for v in rivals if v.is_acceptable):
-        # A faster one would be recommended, were it faster to an equal loss.
-        if objective == "time" and comparison.speed_verdict == "faster":
-            return [vain_speed_sentence(comparison)]
     aim = GAIN_WORDS[objective]
     return [f"Stay with {baseline}: nothing that trains as well was measured to be {aim}."]
 

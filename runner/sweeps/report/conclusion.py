@@ -28,7 +28,6 @@ from runner.sweeps.report.wording import (
     outcome_words,
     speed_word,
     speed_words,
-    vain_speed_sentence,
     verdict_word,
 )
 from runner.sweeps.verdict.compare import (
@@ -361,13 +360,12 @@ def _unjudged_conclusion(others: Sequence[Comparison]) -> Conclusion:
     if not timed:
         return Conclusion(f"Stay with {BASELINE}: {_no_speed_reason(others)}.")
     fastest = _fastest(timed)
-    if fastest.is_faster and fastest.has_stalled:
+    is_faster = fastest.speed_verdict == "faster"
+    if is_faster and fastest.has_stalled:
         return _open_conclusion(fastest, others)
     text = f"Stay with {BASELINE}: nothing {_gain(fastest)} faster."
-    if fastest.is_faster:
+    if is_faster:
         text = f"Try {fastest.group.name} with more seeds: {speed_words(fastest)}."
-    elif fastest.speed_verdict == "faster":
-        text = vain_speed_sentence(fastest)
     gap = f" ({fastest.difference.value:+.2g})" if fastest.difference else ""
     open_question = f"Whether {fastest.group.metric} differs{gap} takes more seeds to judge."
     words = _more_seeds(others, MIN_SEEDS - 1)
@@ -394,7 +392,7 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
             verb = "is" if len(worse) == 1 else "are"
             reason = f"{join_names(c.group.name for c in worse)} {verb} worse in {quality}"
         return Conclusion(f"Stay with {BASELINE}: {reason}.", [*_verdicts(complete)], **stay)
-    faster = [other for other in timed if other.is_faster]
+    faster = [other for other in timed if other.speed_verdict == "faster"]
     as_good = (Verdict.BETTER, Verdict.INDISTINGUISHABLE)
     fit = [other for other in faster if other.has_learned and other.verdict in as_good]
     if faster and not fit:
@@ -410,8 +408,8 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
         return Conclusion(text, details, words, pick=pick, chosen=chosen)
     text = f"Stay with {BASELINE}: nothing as good {_gain(pick)} faster."
     ratio = pick.speed_ratio
-    if pick.speed_verdict == "faster":
-        text = vain_speed_sentence(pick)
+    if pick.speed_verdict == "in vain":
+        text = f"Stay with {BASELINE}: {pick.group.name} is {speed_word(pick)}."
     is_unclear = pick.speed_verdict == "unclear" and not pick.was_busy
     if ratio and is_unclear and ratio.value > 1 + MIN_GAIN_SEEDS:
         return Conclusion(text, details, _more_seeds(ended, ratio.n), "to measure the speed")

@@ -135,13 +135,6 @@ def equal_loss_words(comparison: Comparison) -> str:
     return f", {format_ratio(ratio)} × to equal loss{interval and f' ({interval})'}"
 
 
-def vain_speed_sentence(comparison: Comparison) -> str:
-    """Return that to stay is the answer to a group which is faster in each step alone."""
-    baseline = comparison.baseline.precision if comparison.baseline else BASELINE
-    named = f"{comparison.group.name}, {format_ratio(comparison.speed_ratio)} × as fast"
-    return f"Stay with {baseline}: {named}, is no faster to equal loss."
-
-
 def memory_words(comparison: Comparison, lead: str = "") -> str:
     """Return a group's memory, for example `0.60 × 32-true's peak memory`; empty if it is the
     same."""
@@ -158,8 +151,7 @@ def memory_words(comparison: Comparison, lead: str = "") -> str:
 def speed_word(comparison: Comparison) -> str:
     """Return the verdict on speed in words, empty without one."""
     words = {"even": "about as fast", "unclear": "speed unclear"}
-    if comparison.speed_verdict == "faster" and not comparison.is_faster:
-        return "no faster to equal loss"
+    words["in vain"] = "no faster to equal loss"
     return words.get(comparison.speed_verdict, comparison.speed_verdict)
 
 

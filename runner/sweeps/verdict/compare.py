@@ -255,8 +255,11 @@ class Comparison:
         return self.group.trained_share < MIN_TRAINED_RATIO * needed
 
     @property
-    def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
-        """Return the verdict on speed by the ratio's interval; empty without a ratio."""
+    def speed_verdict(self) -> Literal["faster", "in vain", "slower", "even", "unclear", ""]:
+        """Return the verdict on speed by the ratio's interval; empty without a ratio.
+
+        In vain: faster in each step, and measurably no faster to an equal loss.
+        """
         ratio = self.speed_ratio
         if not ratio or self.is_baseline:
             return ""
@@ -266,17 +269,11 @@ class Comparison:
         # Both: an interval that excludes 1 by a hair is no gain, and a large median whose interval
         # includes 1 may be chance.
         if ratio.low > 1 and ratio.value > 1 + min_gain:
-            return "faster"
+            time = self.equal_loss
+            return "in vain" if time and time.n > 1 and time.high <= 1 else "faster"
         if ratio.high < 1 and ratio.value < 1 - min_gain:
             return "slower"
         return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
-
-    @property
-    def is_faster(self) -> bool:
-        """Return whether it is measurably faster, and not shown to be no faster to equal loss."""
-        time = self.equal_loss
-        is_in_vain = time and time.n > 1 and time.high <= 1
-        return self.speed_verdict == "faster" and not is_in_vain
 
 
 def compare_with_baselines(
@@ -416,6 +413,6 @@ def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
 
 
 def _speeds_by_seed(group: Group) -> list[tuple[int | None, float | None]]:
-    """Return (seed, examples/s) of each job; None for one that failed."""
-    finished = [job.examples_per_second if job.status == "finished" else None for job in group.jobs]
-    return [(job.seed, speed or None) for job, speed in zip(group.jobs, finished, strict=True)]
+    """Return (seed, examples/s) of each job that finished; None for one without a speed."""
+    finished = [job for job in group.jobs if job.status == "finished"]
+    return [(job.seed, job.examples_per_second or None) for job in finished]

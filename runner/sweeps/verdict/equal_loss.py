@@ -10,14 +10,7 @@ import numpy as np
 
 from runner.core import metric_names
 from runner.sweeps.verdict.compare import Comparison, Group, has_comparable_quality
-from runner.sweeps.verdict.statistics import (
-    BySeed,
-    Ratio,
-    Tolerance,
-    Verdict,
-    pair_by_seed,
-    quality_tests,
-)
+from runner.sweeps.verdict.statistics import Ratio, Tolerance, Verdict, pair_by_seed, quality_tests
 from runner.tracking.history import Curve, Points, curve_points
 
 WINDOW_SHARE = 0.3
@@ -32,12 +25,12 @@ JobCurves = Mapping[int, Mapping[str, Curve]]
 
 def smoothed_curve(curve: Curve) -> Points:
     """Return the means of the last WINDOW_SHARE of the steps at each of them, with the means of
-    these steps; empty for fewer than MIN_POINTS finite losses."""
+    these steps."""
     points = np.stack(curve_points(curve))
-    points = points[:, np.isfinite(points[1])]
-    count = points.shape[1] if points.shape[1] >= MIN_POINTS else 0
-    ends = np.arange(1, count + 1)
-    starts = np.searchsorted(points[0], (1 - WINDOW_SHARE) * points[0, :count], side="right")
+    # A store has the greatest float in place of infinity. A loss before the first step has no time.
+    points = points[:, (np.abs(points[1]) < 1e300) & (points[0] > 0)]
+    ends = np.arange(1, points.shape[1] + 1)
+    starts = np.searchsorted(points[0], (1 - WINDOW_SHARE) * points[0])
     sums = np.pad(points.cumsum(1), ((0, 0), (1, 0)))
     steps, losses = (sums[:, ends] - sums[:, starts]) / (ends - starts)
     return steps, losses
@@ -91,7 +84,7 @@ def with_equal_loss(comparison: Comparison, curves: JobCurves, tolerance: Tolera
     return replace(comparison, equal_loss=ratio)
 
 
-def _timed_curves(group: Group, name: str, curves: JobCurves) -> BySeed[Points]:
+def _timed_curves(group: Group, name: str, curves: JobCurves) -> list[tuple[int | None, Points]]:
     """Return (seed, smoothed curve over milliseconds of steps) of each job that has such a curve.
 
     Args:
@@ -104,5 +97,6 @@ def _timed_curves(group: Group, name: str, curves: JobCurves) -> BySeed[Points]:
         curve = curves.get(id(job), {}).get(name)
         if job.outcome == "finished" and job.timed_step_ms and curve is not None:
             steps, losses = smoothed_curve(curve)
-            found.append((job.seed, (job.timed_step_ms * steps, losses) if len(steps) else None))
+            if len(steps) >= MIN_POINTS:
+                found.append((job.seed, (job.timed_step_ms * steps, losses)))
     return found

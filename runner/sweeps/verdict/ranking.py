@@ -324,8 +324,7 @@ def _ranking_speeds(verdicts: Sequence[PrecisionVerdict]) -> dict[int, float]:
     measured: list[tuple[int, Ratio]] = []
     for verdict in verdicts:
         ratio = verdict.comparison.speed_ratio
-        is_slower = verdict.comparison.speed_verdict == "slower"
-        if ratio and (is_slower or verdict.comparison.is_faster):
+        if ratio and verdict.comparison.speed_verdict in ("faster", "slower"):
             measured.append((id(verdict), ratio))
     speeds = dict.fromkeys(map(id, verdicts), 1.0)
     leader: Ratio | None = None
