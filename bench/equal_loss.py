@@ -10,7 +10,7 @@ its own. Folders of sweeps that have run add tables of what they measured.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
@@ -196,20 +196,25 @@ def plateau_row(plateau: float, count: int) -> list[str]:
 def sweep_table(folder: Path) -> str:
     """Return what a sweep that has run measured, with its answer."""
     data = load_from_folder(folder)
+    # A step of each job takes one millisecond: what is left is the ratio of the steps.
+    jobs = [replace(each, result=replace(each.result, step_ms=1.0)) for each in data.jobs]
+    by_steps = replace(data, jobs=jobs, tolerance=ANY_LOSS).compared
     rows = []
-    for each in (each for each in data.compared if not each.is_baseline):
-        verdict = each.verdict.value if each.verdict else ""
-        cells = [_ratio_text(each.speed_ratio), _ratio_text(each.equal_loss), each.speed_verdict]
-        rows.append([each.group.name, verdict, *cells])
-    head = ["precision", "quality", "speed × 32-true", "speed to equal loss", "verdict on speed"]
+    for each, steps in zip(data.compared, by_steps, strict=True):
+        if not each.is_baseline:
+            ratios = map(_ratio_text, (each.speed_ratio, steps.equal_loss, each.equal_loss))
+            verdict = each.verdict.value if each.verdict else ""
+            rows.append([each.group.name, verdict, *ratios, each.speed_verdict])
+    head = ["precision", "quality", "speed × 32-true", "steps to equal loss, any loss accepted"]
+    head += ["speed to equal loss", "verdict on speed"]
     command = data.commands[0].replace(f" hydra.sweep.dir={folder}", "")
     return f"`{command}`\n\n{table(head, rows)}\n\n{data.answer.sentence}"
 
 
 def _ratio_text(ratio: Ratio | None) -> str:
-    if not ratio:
-        return ""
-    return f"{format_ratio(ratio)} ({format_range(ratio)})" if ratio.value else "not reached"
+    if not ratio or not ratio.value:
+        return "not reached" if ratio else ""
+    return f"{format_ratio(ratio)} ({format_range(ratio) or 'no interval'})"
 
 
 def main() -> None:
