@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import pandas
 
 _MAIN_MODULE = "__main__."
-_ANSWER_KEYS = ("gap", "gap_half_width", "speed_ratio", "memory_ratio")
+_ANSWER_KEYS = ("gap", "gap_half_width", "speed_ratio", "equal_loss_speed_ratio", "memory_ratio")
 """Numbers of an answer, see Answer.record."""
 
 

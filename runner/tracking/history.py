@@ -29,6 +29,8 @@ _LOSS_SCALE_CHANGES = "loss_scale/changes"
 Curve = NDArray[np.float64]
 """Shape [3, points], float64: optimizer steps, Unix times in milliseconds, and values as they were
 recorded (NaN and infinity, too), in order of time."""
+Points = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Steps and values, both of shape [points]."""
 
 
 def from_journal(path: Path) -> dict[str, Curve]:
@@ -77,6 +79,16 @@ def _is_newer(path: Path, other: Path | None) -> bool:
     if other is None or not other.is_file():
         return True
     return path.stat().st_mtime >= other.stat().st_mtime
+
+
+def curve_points(curve: Curve) -> Points:
+    """Return steps and values in order of steps.
+
+    A step that was repeated after a resume has its last value.
+    """
+    # np.unique() returns the first index of each step: reversed, the last value recorded for it.
+    steps, first = np.unique(curve[0][::-1], return_index=True)
+    return steps, curve[2][::-1][first]
 
 
 def to_frame(curves: Mapping[str, Curve]) -> "pandas.DataFrame":

@@ -376,7 +376,8 @@ def test_the_summary_of_a_sweep_has_the_numbers_of_its_answer():
     answer = read_json(sweep.folder / "report.json")["answer"]
     for name in ("32-true", "bf16-mixed"):
         row = table.loc[name]
-        for key in ("gap", "gap_half_width", "speed_ratio", "memory_ratio"):
+        ratios = ("speed_ratio", "equal_loss_speed_ratio", "memory_ratio")
+        for key in ("gap", "gap_half_width", *ratios):
             expected = answer.get(f"answer/{key}/{name}")
             assert row[key] == expected or (expected is None and pandas.isna(row[key]))
         assert row["verdict"] == answer[f"verdict/{name}"]

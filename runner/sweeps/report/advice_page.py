@@ -12,6 +12,7 @@ from runner.sweeps.report.wording import (
     VERDICT_LOOKS,
     capitalised_sentence,
     cast_note,
+    equal_loss_words,
     memory_words,
     reason_sentence,
     speed_words,
@@ -19,6 +20,7 @@ from runner.sweeps.report.wording import (
 )
 from runner.sweeps.sweep_resume import RUNNER_COMMAND, Command
 from runner.sweeps.verdict.answer import Answer
+from runner.sweeps.verdict.compare import Comparison
 from runner.sweeps.verdict.gate import GateVerdict
 from runner.sweeps.verdict.ranking import Advice, PrecisionVerdict, jobs_of
 from runner.sweeps.verdict.statistics import ERROR_RATE, MIN_SEEDS, Verdict, format_interval
@@ -36,6 +38,11 @@ INDISTINGUISHABLE_NOTE = (
     f"the same test, at {ERROR_RATE:.0%} for each, finds the difference below the tolerance "
     "(non-inferiority). A tolerance in standard deviations is measured by as few seeds, and its "
     "lower 95 % bound counts. Neither: not enough evidence."
+)
+EQUAL_LOSS_NOTE = (
+    "time of the baseline until the higher of both final losses, over the time of the precision, "
+    "by their smoothed curves (docs/sweeps.md). Not reached: its final loss is measurably higher, "
+    "by more than is tolerated, or it is worse or diverged."
 )
 PEAK_NOTE = (
     "of a step at train.batch_size, weights to temporaries, without libraries and data; the "
@@ -64,12 +71,19 @@ def advice_answer(advice: Advice, gate: GateVerdict | None) -> Answer:
     else:
         text = _use_sentence(advice, pick)
         details = [f"{pick.name}: {reason_sentence(pick)}."]
-        if pick.comparison.speed_verdict in ("faster", "slower"):
-            details.append(f"{pick.name} is {speed_words(pick.comparison)}.")
-        memory = memory_words(pick.comparison, f"{pick.name} takes ")
-        details += [f"{memory}."] if memory else []
+        details += _cost_sentences(pick.name, pick.comparison)
     command = Command("run", pick.command[len(RUNNER_COMMAND) :])
     return Answer(text, [*details, *caveats], pick=pick.comparison, command=command)
+
+
+def _cost_sentences(name: str, comparison: Comparison) -> Iterator[str]:
+    """Yield speed and memory of a precision where they differ from the baseline's."""
+    time_part = equal_loss_words(comparison)
+    if time_part or comparison.speed_verdict in ("faster", "slower"):
+        yield f"{name} is {speed_words(comparison)}{time_part}."
+    memory = memory_words(comparison, f"{name} takes ")
+    if memory:
+        yield f"{memory}."
 
 
 def _use_sentence(advice: Advice, pick: PrecisionVerdict) -> str:
@@ -140,11 +154,7 @@ def _gate_answer(gate: GateVerdict) -> Answer:
     request = gate.advice.request
     details = [capitalised_sentence(gate.reason)]
     comparison = gate.precision.comparison
-    if comparison.speed_verdict in ("faster", "slower"):
-        details.append(f"It is {speed_words(comparison)}.")
-    memory = memory_words(comparison)
-    if memory:
-        details.append(f"It takes {memory}.")
+    details += _cost_sentences("It", comparison)
     if gate.decision == "undecided" and gate.looks:
         if gate.looks[-1].seeds < request.seeds:
             details.append("The budget ended first: a larger advise.budget may decide.")
@@ -241,6 +251,8 @@ def method_notes(advice: Advice, gate: GateVerdict | None) -> Iterator[tuple[str
         yield "Within tolerance", INDISTINGUISHABLE_NOTE
         if any(verdict.forecast for verdict in advice.verdicts):
             yield "Predicted peak", PEAK_NOTE
+    if any(verdict.comparison.equal_loss for verdict in advice.verdicts):
+        yield "Speed to equal loss", EQUAL_LOSS_NOTE
     casts = cast_note(jobs_of(advice.verdicts))
     if casts:
         yield "Autocast", casts

@@ -21,14 +21,12 @@ from runner.sweeps.report.sweep_data import Job, SweepData
 from runner.sweeps.report.wording import format_interval, join_names
 from runner.sweeps.verdict.compare import BASELINE, group_name
 from runner.sweeps.verdict.ranking import jobs_of
-from runner.tracking.history import Curve
+from runner.tracking.history import Points, curve_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Points = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Steps and values, both of shape [points]."""
 MAX_POINTS = 200
 """Points of a smoothed curve."""
 WINDOW_SHARE = 0.02
@@ -61,16 +59,6 @@ MAX_LINEAR_RATIO = 20
 """Greatest difference to the baseline over the median one above which their axis is logarithmic."""
 MAX_MARKED_POINTS = 40
 """Curves of no more points, such as evaluations, get a dot at each point."""
-
-
-def curve_points(curve: Curve) -> Points:
-    """Return steps and values in order of steps.
-
-    A step that was repeated after a resume has its last value.
-    """
-    # np.unique() returns the first index of each step: reversed, the last value recorded for it.
-    steps, first = np.unique(curve[0][::-1], return_index=True)
-    return steps, curve[2][::-1][first]
 
 
 def mean_curves(curves: Sequence[Points]) -> Points:

@@ -136,6 +136,13 @@ def _verdict_speed_ratio(verdict: PrecisionVerdict, facts: TableFacts) -> Cell:
     return _group_speed_ratio(verdict.comparison, facts)
 
 
+def _group_equal_loss(c: Comparison, _: TableFacts) -> Cell:
+    """Return the ratio of the times to an equal loss with its range over seeds."""
+    if c.equal_loss and not c.equal_loss.value:
+        return Cell("not reached", "bad")
+    return Cell(format_ratio(c.equal_loss), note=format_range(c.equal_loss))
+
+
 def _group_memory_ratio(c: Comparison, facts: TableFacts) -> Cell:
     """Return the ratio of memory with the MiB and a bar."""
     if c.memory_ratio is None:
@@ -240,6 +247,11 @@ COLUMNS = (
         group=_group_speed_ratio,
         verdict=_verdict_speed_ratio,
         title=lambda facts: f"speed × {facts.baseline}",
+    ),
+    Column(
+        "speed to equal loss",
+        group=_group_equal_loss,
+        verdict=lambda verdict, facts: _group_equal_loss(verdict.comparison, facts),
     ),
     Column(
         "examples/s",

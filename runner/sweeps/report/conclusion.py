@@ -19,6 +19,7 @@ from runner.sweeps.report.wording import (
     OUTCOME_WORDS,
     capitalised_sentence,
     difference_words,
+    equal_loss_words,
     format_mean_sd,
     format_range,
     format_ratio,
@@ -407,6 +408,8 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
         return Conclusion(text, details, words, pick=pick, chosen=chosen)
     text = f"Stay with {BASELINE}: nothing as good {_gain(pick)} faster."
     ratio = pick.speed_ratio
+    if pick.speed_verdict == "in vain":
+        text = f"Stay with {BASELINE}: {pick.group.name} is {speed_word(pick)}."
     is_unclear = pick.speed_verdict == "unclear" and not pick.was_busy
     if ratio and is_unclear and ratio.value > 1 + MIN_GAIN_SEEDS:
         return Conclusion(text, details, _more_seeds(ended, ratio.n), "to measure the speed")
@@ -483,10 +486,11 @@ def _cost_sentences(named: Comparison, others: Sequence[Comparison]) -> Iterator
     speed = f"{speed_words(named)}{interval and f' (95 % interval {interval})'}"
     if named.speed_verdict == "even":
         speed = f"about as fast as {BASELINE}{interval and f' ({interval} ×)'}"
+    time_part = equal_loss_words(named)
     memory_part = memory_words(named, ", with ")
     # The answer itself says how fast the fastest is.
-    if interval or memory_part or named.speed_verdict != "faster":
-        yield f"{named.group.name} is {speed}{memory_part}."
+    if interval or time_part or memory_part or named.speed_verdict != "faster":
+        yield f"{named.group.name} is {speed}{time_part}{memory_part}."
 
     def memory(comparison: Comparison) -> float:
         return 1.0 if comparison.memory_ratio is None else comparison.memory_ratio

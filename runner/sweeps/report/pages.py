@@ -35,8 +35,8 @@ from runner.output.markup import (
 )
 from runner.output.plots import svg_element
 from runner.sweeps.other_programs import BUSY_SHARE
-from runner.sweeps.report.advice_page import advice_blocks, method_notes
-from runner.sweeps.report.charts import chart_figures, curve_points, overview_figure
+from runner.sweeps.report.advice_page import EQUAL_LOSS_NOTE, advice_blocks, method_notes
+from runner.sweeps.report.charts import chart_figures, overview_figure
 from runner.sweeps.report.columns import advice_table, groups_table, jobs_table
 from runner.sweeps.report.conclusion import NO_BASELINE_REASON, settings_blocks
 from runner.sweeps.report.sweep_data import Job, JobSettings, SweepData
@@ -49,6 +49,7 @@ from runner.sweeps.verdict.compare import (
     job_name,
 )
 from runner.sweeps.verdict.statistics import ERROR_RATE
+from runner.tracking.history import curve_points
 from runner.tracking.result_table import setting_values, table_columns, table_rows
 
 MAX_TITLE_KEYS = 4
@@ -377,6 +378,7 @@ FOOTNOTES = (
     Footnote("Change", lambda c: c.group.change, CHANGE_NOTE),
     Footnote("Verdict", lambda c: c.difference and c.difference.test, _verdict_note),
     Footnote("Speed", lambda c: c.speed_ratio and not c.is_baseline, SPEED_NOTE),
+    Footnote("Speed to equal loss", lambda c: c.equal_loss, EQUAL_LOSS_NOTE),
     Footnote("Two sweeps", lambda c: c.group.sweep, TWO_SWEEPS_NOTE),
     Footnote(
         "Rounding between fused operations",

@@ -41,6 +41,7 @@ from runner.sweeps.verdict.compare import (
     group_name,
     job_name,
 )
+from runner.sweeps.verdict.equal_loss import JobCurves, with_equal_loss
 from runner.sweeps.verdict.gate import GateVerdict, gate_verdict
 from runner.sweeps.verdict.ranking import Advice, jobs_of, rank_precisions
 from runner.sweeps.verdict.statistics import Difference, Tolerance, Verdict
@@ -138,14 +139,19 @@ class SweepData:
     @cached_property
     def compared(self) -> list[Comparison]:
         """Return each group of jobs that differ in their seeds alone, against its baseline."""
-        return compare_with_baselines(self.results, self.busy, self.tolerance, self.untrained)
+        found = compare_with_baselines(self.results, self.busy, self.tolerance, self.untrained)
+        return [with_equal_loss(each, self._curves, self.tolerance) for each in found]
+
+    @property
+    def _curves(self) -> JobCurves:
+        return {id(job.result): job.curves for job in self.jobs}
 
     @cached_property
     def advice(self) -> Advice | None:
         """Return what mode=advise and mode=gate say of each precision, None for any other sweep."""
         if not self.request:
             return None
-        return rank_precisions(self.results, self.request, self.untrained)
+        return rank_precisions(self.results, self.request, self.untrained, self._curves)
 
     @cached_property
     def gate(self) -> GateVerdict | None:
@@ -266,6 +272,7 @@ class SweepData:
                 else group.change and group.change.mean,
                 "gap_half_width": difference and difference.ci_half_width,
                 "speed_ratio": comparison.speed_ratio and comparison.speed_ratio.value,
+                "equal_loss_speed_ratio": comparison.equal_loss and comparison.equal_loss.value,
                 "memory_ratio": comparison.memory_ratio,
             }
             # The first device's names stay when jobs of another device join the sweep.

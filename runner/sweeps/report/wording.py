@@ -123,6 +123,18 @@ def speed_words(comparison: Comparison) -> str:
     return f"{format_ratio(comparison.speed_ratio)} × as fast as {baseline}"
 
 
+def equal_loss_words(comparison: Comparison) -> str:
+    """Return a group's speed to an equal loss, for example `, 0.91 × to equal loss (0.84 to 0.98)`;
+    empty where it is unknown."""
+    ratio = comparison.equal_loss
+    if not ratio:
+        return ""
+    if not ratio.value:
+        return ", not reaching its loss"
+    interval = format_range(ratio)
+    return f", {format_ratio(ratio)} × to equal loss{interval and f' ({interval})'}"
+
+
 def memory_words(comparison: Comparison, lead: str = "") -> str:
     """Return a group's memory, for example `0.60 × 32-true's peak memory`; empty if it is the
     same."""
@@ -139,6 +151,7 @@ def memory_words(comparison: Comparison, lead: str = "") -> str:
 def speed_word(comparison: Comparison) -> str:
     """Return the verdict on speed in words, empty without one."""
     words = {"even": "about as fast", "unclear": "speed unclear"}
+    words["in vain"] = "no faster to equal loss"
     return words.get(comparison.speed_verdict, comparison.speed_verdict)
 
 

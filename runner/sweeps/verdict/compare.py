@@ -207,6 +207,8 @@ class Comparison:
             above 1 if the group is faster.
         memory_ratio: Group.memory_mib over the baseline's.
         difference: quality minus the baseline's.
+        equal_loss: the baseline's time until the higher of both final losses over the group's, see
+            with_equal_loss(); 0 if the group ends measurably above the baseline.
         was_busy: other programs kept busy the CPU that it trained on, so that no speed is judged.
         has_learned: the training loss of all its jobs and its baseline's fell, as far as is known.
     """
@@ -216,6 +218,7 @@ class Comparison:
     speed_ratio: Ratio | None = None
     memory_ratio: float | None = None
     difference: Difference | None = None
+    equal_loss: Ratio | None = None
     was_busy: bool = False
     has_learned: bool = True
 
@@ -252,8 +255,11 @@ class Comparison:
         return self.group.trained_share < MIN_TRAINED_RATIO * needed
 
     @property
-    def speed_verdict(self) -> Literal["faster", "slower", "even", "unclear", ""]:
-        """Return the verdict on speed by the ratio's interval; empty without a ratio."""
+    def speed_verdict(self) -> Literal["faster", "in vain", "slower", "even", "unclear", ""]:
+        """Return the verdict on speed by the ratio's interval; empty without a ratio.
+
+        In vain: faster in each step, and measurably no faster to an equal loss.
+        """
         ratio = self.speed_ratio
         if not ratio or self.is_baseline:
             return ""
@@ -263,7 +269,8 @@ class Comparison:
         # Both: an interval that excludes 1 by a hair is no gain, and a large median whose interval
         # includes 1 may be chance.
         if ratio.low > 1 and ratio.value > 1 + min_gain:
-            return "faster"
+            time = self.equal_loss
+            return "in vain" if time and time.n > 1 and time.high <= 1 else "faster"
         if ratio.high < 1 and ratio.value < 1 - min_gain:
             return "slower"
         return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"
@@ -297,7 +304,7 @@ def compare_with_baselines(
         comparison = compare_two_groups(group, None if is_alone else base, busy)
         jobs = [*group.jobs, *(base.jobs if base else ())]
         compared.append(replace(comparison, has_learned=not any(job in untrained for job in jobs)))
-    tested = [i for i, each in enumerate(compared) if _has_comparable_quality(each)]
+    tested = [i for i, each in enumerate(compared) if has_comparable_quality(each)]
     # Groups with too few seeds get no verdict, so they cannot get a false one.
     family_size = sum(len(qualities_by_seed(groups[i])) >= MIN_SEEDS for i in tested)
     for places in fmt.grouped((id(compared[i].baseline), i) for i in tested).values():
@@ -359,7 +366,7 @@ def compare_two_groups(group: Group, baseline: Group | None, busy: float = 0.0) 
     return Comparison(group, baseline, speed_ratio, memory_ratio, was_busy=was_busy)
 
 
-def _has_comparable_quality(comparison: Comparison) -> bool:
+def has_comparable_quality(comparison: Comparison) -> bool:
     """Return whether a group's quality is of the same model, data and metric as its baseline's."""
     group = comparison.group
     baseline = comparison.baseline
@@ -406,6 +413,6 @@ def quality_resolution(groups: Sequence[Group], baseline: Group) -> float:
 
 
 def _speeds_by_seed(group: Group) -> list[tuple[int | None, float | None]]:
-    """Return (seed, examples/s) of each job; None for one that failed."""
-    finished = [job.examples_per_second if job.status == "finished" else None for job in group.jobs]
-    return [(job.seed, speed or None) for job, speed in zip(group.jobs, finished, strict=True)]
+    """Return (seed, examples/s) of each job that finished; None for one without a speed."""
+    finished = [job for job in group.jobs if job.status == "finished"]
+    return [(job.seed, job.examples_per_second or None) for job in finished]

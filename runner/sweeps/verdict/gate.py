@@ -189,6 +189,7 @@ class GateVerdict:
             "max_seeds": request.seeds,
             "steps": request.steps,
             "speed_ratio": comparison.speed_ratio and comparison.speed_ratio.value,
+            "equal_loss_speed_ratio": comparison.equal_loss and comparison.equal_loss.value,
             "memory_ratio": comparison.memory_ratio,
             "device": self.precision.group.device,
             "emulated": self.precision.is_emulated,

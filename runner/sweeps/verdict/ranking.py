@@ -13,6 +13,7 @@ from runner.sweeps.verdict.compare import (
     group_jobs,
     quality_resolution,
 )
+from runner.sweeps.verdict.equal_loss import JobCurves, with_equal_loss
 from runner.sweeps.verdict.statistics import (
     MIN_SEEDS,
     Difference,
@@ -122,7 +123,10 @@ class Advice:
 
 
 def rank_precisions(
-    results: Sequence[RunResult], request: AdviseRequest, untrained: Sequence[RunResult] = ()
+    results: Sequence[RunResult],
+    request: AdviseRequest,
+    untrained: Sequence[RunResult] = (),
+    curves: JobCurves | None = None,
 ) -> Advice:
     """Judge and rank every precision's trials.
 
@@ -131,6 +135,7 @@ def rank_precisions(
         request: what mode=advise was asked and measured.
         untrained: results whose training loss did not fall: where nothing is learned, precisions do
             not differ, and nothing is judged.
+        curves: of the jobs; without them no time to an equal loss is known.
     """
     recorded = [RunResult.from_json(values) for values in request.recorded]
     groups = group_jobs([*results, *recorded])
@@ -164,7 +169,9 @@ def rank_precisions(
         jobs = [*group.jobs, *(base.jobs if base else ())]
         if test and any(job in untrained for job in jobs):
             test = replace(test, verdict=Verdict.UNCLEAR)
-        verdicts.append(_verdict(group, base, test, gaps.get(key, {}), request))
+        verdict = _verdict(group, base, test, gaps.get(key, {}), request)
+        comparison = with_equal_loss(verdict.comparison, curves or {}, request.accepted)
+        verdicts.append(replace(verdict, comparison=comparison))
     ranked = _rank_verdicts([*_with_attempts(verdicts, dropped, base_losses)], request.objective)
     return Advice(request, ranked, base_losses)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from statistics import fmean, median, stdev
-from typing import Literal
+from typing import Literal, TypeVar
 
 ERROR_RATE = 0.05
 """Error rate of every test: the chance that, of all precisions tested together, any that is as good
@@ -21,8 +21,10 @@ MIN_SEEDS = 3
 """Fewer seeds get no verdict."""
 MAX_SEEDS = 50
 """Largest number of seeds that an answer asks for."""
-SeedValues = Sequence[tuple[int | None, float | None]]
+_Value = TypeVar("_Value")
+BySeed = Sequence[tuple[int | None, _Value | None]]
 """(seed, value) of each job; None for an unknown seed or value."""
+SeedValues = BySeed[float]
 
 
 class Verdict(StrEnum):
@@ -398,7 +400,7 @@ def baseline_spread(losses: Sequence[float]) -> float:
     return stdev(losses) if len(losses) > 1 else math.nan
 
 
-def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, float]]:
+def pair_by_seed(group: BySeed[_Value], baseline: BySeed[_Value]) -> list[tuple[_Value, _Value]]:
     """Return the two values of each seed for which both groups have one.
 
     These seeds are then compared alone: any other seed says more of the seed than of the precision.
@@ -417,7 +419,7 @@ def pair_by_seed(group: SeedValues, baseline: SeedValues) -> list[tuple[float, f
     return pairs if len(pairs) >= min(MIN_SEEDS, fewest) else []
 
 
-def _known_values(group: SeedValues) -> list[float]:
+def _known_values(group: BySeed[_Value]) -> list[_Value]:
     return [value for _, value in group if value is not None]
 
 

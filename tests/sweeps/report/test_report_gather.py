@@ -130,6 +130,31 @@ def stored(tmp_path_factory):
     return uri, parent.run_id
 
 
+def test_the_time_to_an_equal_loss_is_that_of_the_curves_of_a_folder_and_of_a_store(tmp_path):
+    folder = tmp_path / "sweep"
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    parent = MlflowTracker(uri=uri)
+    parent.open(RunInfo(folder / "p", {}, {"sweep_id": "s"}, name="s", sweep="s", role="sweep"))
+    for number, (name, speed) in enumerate([("32-true", 1.0), ("b", 1.2)]):
+        path = folder / str(number)
+        losses = [10 - (number + 4) * step / 100 for step in range(1, 101)]
+        rates = {"examples_per_second": speed, "step_ms": 1 / speed}
+        tracker = MlflowTracker(uri=uri, sweep="s")
+        tracker.open(RunInfo(path, {}, {}, name=name))
+        points = [(step, step, {"train/loss": loss}) for step, loss in enumerate(losses, 1)]
+        tracker.log_metrics(points)
+        result = replace(finished(name, **rates), folder=str(path))
+        tracker.artifact(result.write(path))
+        tracker.close("FINISHED")
+    parent.close("FINISHED")
+    (folder / "sweep.json").write_text(json.dumps({"id": "s", "overrides": [], "command": []}))
+    reader = Reader(uri)
+    of_store = load_from_store(reader, reader.run(parent.run_id)).answer.record.metrics
+    of_folder = load_from_folder(folder).answer.record.metrics
+    assert of_folder["answer/equal_loss_speed_ratio/b"] == pytest.approx(1.2 * 1.25, rel=0.02)
+    assert of_store == of_folder
+
+
 def test_jobs_without_a_list_are_loaded_from_their_runs(stored):
     uri, parent = stored
     reader = Reader(uri)
