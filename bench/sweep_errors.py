@@ -14,7 +14,7 @@ from math import sqrt
 
 from bench.common import parse_options, table, write
 from runner.core.run.run_result import RunResult
-from runner.sweeps.report.conclusion import device_answers
+from runner.sweeps.report.conclusion import sweep_conclusion
 from runner.sweeps.verdict.compare import BASELINE, compare_with_baselines
 
 EFFECTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
@@ -51,7 +51,7 @@ def recommends(
         for number in range(count):
             own = pairing * base + sqrt(1 - pairing**2) * draw.gauss(0, 1)
             results.append(job(f"b{number}", seed, 10 + effect + spread * own))
-    (answer,) = device_answers(compare_with_baselines(results)).values()
+    answer = sweep_conclusion(compare_with_baselines(results))
     pick = answer.pick
     return pick is not None and not pick.is_baseline
 
