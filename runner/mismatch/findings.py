@@ -27,6 +27,7 @@ from runner.diagnostics.divergence.substitution import Execution
 from runner.diagnostics.module_tensors import named_modules
 from runner.mismatch.record import Mismatch
 from runner.mismatch.sides import Side, on_device
+from runner.modes.diff import split_overrides
 from runner.precision import registry
 from runner.precision.layers.experts import stack_names
 
@@ -227,7 +228,8 @@ def cures(training: Side, serving: Side, batch: Batch) -> Iterator[Cure]:
         batch: for the order in which modules are called.
     """
     ours, theirs = specs = (training.spec, serving.spec)
-    served = serving.name if "=" in serving.name else f"precision={serving.name}"
+    text = str(ours.value("serving"))
+    served = text if "=" in text else f"precision={text}"
     parts = {
         "the head in float32": _head(training, batch),
         "routers in float32": _routers(training.model),
@@ -245,7 +247,12 @@ def cures(training: Side, serving: Side, batch: Batch) -> Iterator[Cure]:
         changed = (_in_precision(ours, finer[0]), _in_precision(theirs, finer[1]))
         words = [f"precision={finer[0]}", f"serving={finer[1]}"]
         yield Cure("float16 in place of bfloat16", changed, words)
-    yield Cure("training in what serves", (theirs, theirs), served.split(",precision."))
+    if not serving.state.precision.freezes:
+        yield Cure("training in what serves", (theirs, theirs), split_overrides(served))
+    for name in registry.precision_names():
+        if registry.load_precision(name).trains_for == names[1]:
+            trained = _in_precision(ours, name)
+            yield Cure(f"training in {name}", (trained, theirs), [f"precision={name}"])
     yield Cure("serving in what trains", (ours, ours), [f"serving={names[0]}"])
 
 

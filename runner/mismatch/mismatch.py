@@ -1,7 +1,7 @@
 """mode=mismatch: measure the mismatch between what trains and what serves, explain and judge it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -31,9 +31,9 @@ from runner.mismatch.sides import (
     measure_floor,
     text_of,
 )
-from runner.modes.diff import DiffReference, resolve_reference
+from runner.modes.diff import DiffReference, resolve_reference, split_overrides
 from runner.modes.execution import build_result
-from runner.modes.startup import prepare_loaders
+from runner.modes.startup import prepare_loaders, try_batch
 from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, Text, to_html
 
 PAGE = "mismatch.html"
@@ -136,6 +136,8 @@ class Report:
         """Yield the sentences below the answer."""
         max_ratio, max_kl = self.allowed
         yield f"Allowed: a mean ratio of {max_ratio:g} and a KL of {max_kl:g} nats per token."
+        if not self.scored.rms and self.training != self.serving:
+            yield "Equal in every bit: of fresh weights a head may be 0. Type checkpoint=<a run>."
         if self.wrong_module:
             yield f"{self.wrong_module} adds more than rounding explains: look there first."
         elif self.contributions:
@@ -169,11 +171,16 @@ def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_contex
     settings = run.spec.section(MismatchSpec)
     served = _serving_reference(run.spec)
     specs = (run.spec, served.spec)
-    names = (f"{run.precision.name} {served.own}".rstrip(), served.label)
+    own = served.own.split()
+    if served.spec.precision["name"] != run.spec.precision["name"]:
+        own = [word for word in own if not word.startswith("precision.")]
+    names = (_name(run.spec, own), _name(served.spec, split_overrides(served.label)))
     with run.signals.interruptible():
         loaders = prepare_loaders(run, saved)
         batches = [*islice(loaders.val.epoch(0), settings.batches)]
         sides = build_sides(run, specs, names, saved, batches[0])
+        with sides[0].computing():
+            try_batch(run, sides[0].state, loaders.val)
         run.say(f"mismatch: {names[0]} trains, {names[1]} serves")
         report = Report(
             *names, (settings.max_ratio, settings.max_kl), compare_scores(*sides, batches)
@@ -200,6 +207,12 @@ def _serving_reference(spec: RunSpec) -> DiffReference:
             "Type serving=<a precision>, and checkpoint=<it> or init.weights=<it>."
         )
     return found
+
+
+def _name(spec: RunSpec, words: Sequence[str]) -> str:
+    """Return the name of a side: its precision, and the words that set other keys."""
+    keys = [word for word in words if "=" in word and not word.startswith("precision=")]
+    return " ".join([str(spec.precision["name"]), *keys])
 
 
 def _measure(
@@ -272,7 +285,10 @@ def _record(
     answer = {"sentence": report.sentence, "accepted": report.is_accepted}
     run.save_json(NUMBERS, answer | asdict(report))
     summary = {"metrics": metrics, "steps": 0, "peak_memory_mib": run.accelerator.peak_memory_mib()}
-    return run_context.RunOutcome(build_result(run, summary, seconds), conversion)
+    result = build_result(run, summary, seconds)
+    # A sweep over sides that serve compares them by it.
+    result = replace(result, quality="mismatch/mean_ratio", direction="min")
+    return run_context.RunOutcome(result, conversion)
 
 
 def page_blocks(report: Report) -> Iterator[Block]:

@@ -21,6 +21,7 @@ from runner.core import (
     RunSpec,
     Task,
     TrainState,
+    Unavailable,
     accelerators,
     batch_layout,
     random_streams,
@@ -233,7 +234,12 @@ def build_sides(
     training = _build(run, specs[0], names[0], saved, batch)
     content = checkpoint_state_dict(training.state, specs[0])
     served = LoadedCheckpoint(Path("weights"), content)
-    return training, _build(run, specs[1], names[1], served, batch)
+    try:
+        return training, _build(run, specs[1], names[1], served, batch)
+    except Unavailable as error:
+        name = specs[1].precision["name"]
+        remedy = f"Type serving=precision={name},precision.emulate=true, or another precision."
+        raise Unavailable(error.what, remedy) from error
 
 
 def _build(

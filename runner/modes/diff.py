@@ -348,8 +348,7 @@ def resolve_reference(spec: RunSpec, key: str = "against") -> DiffReference:
             )
         return DiffReference(text, replace(spec, init=replace(spec.init, weights=text)))
     if "=" in text:
-        # A comma in brackets is one of a list.
-        words = re.split(r",(?![^\[]*\])", text)
+        words = split_overrides(text)
         reference = spec
         for word in words:
             name, _, value = word.partition("=")
@@ -368,6 +367,11 @@ def resolve_reference(spec: RunSpec, key: str = "against") -> DiffReference:
         f"precision ({key}=32-true), other values of keys ({key}=train.compile=false), "
         f"{', '.join(ACCELERATORS)}, weights or a checkpoint (a path), a dump (diff-*.safetensors)."
     )
+
+
+def split_overrides(text: str) -> list[str]:
+    """Return overrides that commas separate; a comma in brackets is one of a list."""
+    return re.split(r",(?![^\[]*\])", text)
 
 
 def _dump_reference(spec: RunSpec, path: Path) -> DiffReference:
