@@ -277,7 +277,8 @@ class RunSpec:
     The keys of rooms (numerics, diff, ...) are in `sections`; see runner.core.config.room.
 
     Attributes:
-        mode: train, evaluate, plan, explain, replay, diff, mismatch, advise or gate.
+        mode: what the command does: train, evaluate, plan, explain, replay, diff, mismatch,
+            advise or gate.
         seed: seed of Python's, NumPy's and torch's generators and of the order of training data.
         deterministic: stop at operations whose result can differ between runs.
         vars: values of your own, as in vars.size=3, which any yaml reads as ${vars.size}; the
