@@ -8,11 +8,12 @@ which says how much of the mismatch comes from there.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner.core import Batch, RunSpec, fmt, tensor_facts
+from runner.core import Batch, RunSpec, batch_layout, fmt, module_tape, tensor_facts
 from runner.diagnostics.divergence.boundaries import (
     CHOICES,
     Boundary,
@@ -25,9 +26,9 @@ from runner.diagnostics.divergence.findings import first_divergence
 from runner.diagnostics.divergence.reference import generator_states
 from runner.diagnostics.divergence.substitution import Execution
 from runner.diagnostics.module_tensors import named_modules
-from runner.mismatch.record import Mismatch
-from runner.mismatch.sides import Side, on_device
-from runner.modes.diff import split_overrides
+from runner.mismatch.record import Mismatch, log_probabilities
+from runner.mismatch.sides import Generation, Side
+from runner.modes.diff import on_device
 from runner.precision import registry
 from runner.precision.layers.experts import stack_names
 
@@ -48,27 +49,19 @@ class _Visit(Visitor):
     def visit(self, boundary: Boundary, owner: str, user: str, tensor: Tensor) -> Tensor:
         return self._change(boundary, tensor)
 
-    def visit_written(
-        self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
-    ) -> None:
-        pass
 
-
-def _scores(side: Side, batch: Batch, names: set[str], change: _Change) -> Tensor:
+def _scores(side: Side, batch: Batch, names: set[str], change: _Change | None = None) -> Tensor:
     """Return the log-probabilities of the labels that count, with changes at the boundaries of
     modules."""
-    with visited_modules(side.model, names, _Visit(change)):
-        scores, labels = side.score(batch)
-    counted = labels >= 0
-    return scores[counted].gather(-1, labels[counted].unsqueeze(-1)).double()
+    with visited_modules(side.model, names, _Visit(change or (lambda _, tensor: tensor))):
+        logits, labels = side.score(batch)
+    counted = labels != batch_layout.IGNORED_LABEL
+    scores = log_probabilities(logits[counted])
+    return scores.gather(-1, labels[counted].unsqueeze(-1)).double()
 
 
 def _rms(scores: Tensor, expected: Tensor) -> float:
     return (scores - expected).square().mean().sqrt().item()
-
-
-def _unchanged(boundary: Boundary, tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _record(side: Side, batch: Batch, names: set[str]) -> tuple[Tensor, dict[Boundary, Tensor]]:
@@ -102,7 +95,7 @@ def _substituted(
         # What a module only passes on, another one has computed.
         if boundary.side in ("out", *CHOICES) and id(tensor) not in ids:
             computed[boundary] = tensor
-        given[boundary] = expected.to(tensor.device, tensor.dtype, copy=True)
+        given[boundary] = expected.to(tensor.dtype, copy=True)
         ids.add(id(given[boundary]))
         return given[boundary]
 
@@ -133,8 +126,7 @@ def contributions(training: Side, serving: Side, batch: Batch) -> dict[str, floa
     ours, _ = _substituted(base, batch, names, given)
     errors: dict[Boundary, Tensor] = {}
     for boundary, value in theirs.items():
-        own = ours.get(boundary, value).to(base.state.device)
-        value = value.to(base.state.device)
+        own = ours.get(boundary, value)
         if value.is_floating_point():
             wide = torch.promote_types(own.dtype, torch.float32)
             errors[boundary] = value.to(wide) - own.to(wide)
@@ -167,28 +159,24 @@ def kind_of(module: str) -> str:
 def compare_modules(training: Side, serving: Side, batch: Batch) -> BatchComparison:
     """Return mode=diff's comparison of both sides, the finer one as its reference."""
     base, other = sorted((training, serving), key=roundoff)
-    batches = (on_device(batch, base.state.device), on_device(batch, other.state.device))
-    executions = (Execution(base.name, base.state), Execution(other.name, other.state))
-    return compare_batch(*executions, batches, generator_states(base.state.device))
+    device = training.state.device
+    batch = on_device(batch, device)
+    executions = (Execution(base.precision, base.state), Execution(other.precision, other.state))
+    return compare_batch(*executions, (batch, batch), generator_states(device))
 
 
-def wrong_module(comparison: BatchComparison, found: Mapping[str, float]) -> str:
-    """Return the module whose forward adds more than rounding explains; empty where rounding
-    explains everything.
-
-    Args:
-        comparison: of mode=diff, which knows what rounding explains.
-        found: see contributions; two executions in one precision have no error to explain.
-    """
+def wrong_module(comparison: BatchComparison) -> str:
+    """Return the first module whose forward adds more than rounding explains; empty where rounding
+    explains everything."""
     divergence = first_divergence(comparison.rows)
-    is_known = divergence is None or divergence.is_backward or divergence.added.is_known_sum
-    if divergence is not None and not is_known:
-        return divergence.row.module
-    return next(iter(found), "") if comparison.same_format else ""
+    if divergence is None or divergence.is_backward or divergence.added.is_known_sum:
+        return ""
+    return divergence.row.module
 
 
-def cache_is_wrong(serving: Side, batch: Batch, cached: Mismatch) -> bool:
-    """Return whether a side with its cache differs from itself without by more than rounding."""
+def cache_is_wrong(serving: Side, drawn: Generation, temperature: float) -> bool:
+    """Return whether what was drawn with a cache differs from the same side without one by more
+    than rounding explains."""
     # Many models compute their norms in float32, whatever their precision.
     size = max(*roundoff(serving), tensor_facts.unit_roundoff(torch.float32))
 
@@ -198,10 +186,12 @@ def cache_is_wrong(serving: Side, batch: Batch, cached: Mismatch) -> bool:
         noise = size * (2 * torch.rand_like(tensor, dtype=torch.float32) - 1)
         return (tensor * (1 + noise)).to(tensor.dtype)
 
+    plain = log_probabilities(serving.score_drawn(drawn, temperature)).double()
     names = comparable_modules(serving.model)
-    plain = _scores(serving, batch, names, _unchanged)
-    explained = _rms(_scores(serving, batch, names, add_noise), plain)
-    return cached.rms > MAX_CACHE_ERROR * explained
+    with visited_modules(serving.model, names, _Visit(add_noise)):
+        rounded = log_probabilities(serving.score_drawn(drawn, temperature))
+    cached = log_probabilities(drawn.logits)
+    return not _rms(cached, plain) <= MAX_CACHE_ERROR * _rms(rounded, plain)
 
 
 @dataclass(frozen=True)
@@ -211,12 +201,16 @@ class Cure:
     Attributes:
         what: in words.
         specs: of the side that trains, and of the one that serves.
-        words: overrides to type in place of the command's own.
+        words: overrides to type in place of the command's own for these keys.
+        left: what remains of the mismatch; None where it cannot be tried.
+        reason: why not.
     """
 
     what: str
     specs: tuple[RunSpec, RunSpec]
     words: Sequence[str]
+    left: Mismatch | None = None
+    reason: str = ""
 
 
 def cures(training: Side, serving: Side, batch: Batch) -> Iterator[Cure]:
@@ -227,71 +221,93 @@ def cures(training: Side, serving: Side, batch: Batch) -> Iterator[Cure]:
         serving: the side that serves.
         batch: for the order in which modules are called.
     """
-    ours, theirs = specs = (training.spec, serving.spec)
-    text = str(ours.value("serving"))
-    served = text if "=" in text else f"precision={text}"
+    ours, theirs = training.spec, serving.spec
     parts = {
         "the head in float32": _head(training, batch),
         "routers in float32": _routers(training.model),
     }
     for what, modules in parts.items():
-        kept = (_keeping(training, modules), _keeping(serving, modules))
-        key = f"precision.keep_fp32=[{','.join(modules)}]"
-        typed = (key, f"serving={served},{key}")
-        words = [w for w, old, new in zip(typed, specs, kept, strict=True) if new != old]
-        if modules and words:
-            yield Cure(what, kept, words)
-    names = [str(spec.precision["name"]) for spec in specs]
-    finer = [_FLOAT16.get(name, name) for name in names]
-    if finer != names:
-        changed = (_in_precision(ours, finer[0]), _in_precision(theirs, finer[1]))
-        words = [f"precision={finer[0]}", f"serving={finer[1]}"]
-        yield Cure("float16 in place of bfloat16", changed, words)
-    if not serving.state.precision.freezes:
-        yield Cure("training in what serves", (theirs, theirs), split_overrides(served))
+        kept = (_keep(training, modules), _keep(serving, modules))
+        yield from _cure(what, (training, serving), kept)
+    finer = tuple(_in_precision(spec, _FLOAT16) for spec in (ours, theirs))
+    yield from _cure("float16 in place of bfloat16", (training, serving), (finer[0], finer[1]))
     for name in registry.precision_names():
-        if registry.load_precision(name).trains_for == names[1]:
-            trained = _in_precision(ours, name)
-            yield Cure(f"training in {name}", (trained, theirs), [f"precision={name}"])
-    yield Cure("serving in what trains", (ours, ours), [f"serving={names[0]}"])
+        if registry.load_precision(name).trains_for == serving.precision:
+            changed = _in_precision(ours, {training.precision: name})
+            yield from _cure(f"training in {name}", (training, serving), (changed, theirs))
+    if not serving.state.precision.freezes:
+        yield from _cure("training in what serves", (training, serving), (theirs, theirs))
+    yield from _cure("serving in what trains", (training, serving), (ours, ours))
+
+
+def _cure(what: str, sides: tuple[Side, Side], specs: tuple[RunSpec, RunSpec]) -> Iterator[Cure]:
+    """Yield a cure with the words that its specs take; none where they are as they were."""
+    ours, theirs = specs
+    training, serving = sides
+    words = []
+    if ours != training.spec:
+        words += words_of(ours, training.spec)
+    if theirs != serving.spec:
+        words.append(f"serving={','.join(words_of(theirs, ours))}")
+    if words:
+        yield Cure(what, (ours, theirs), words)
+
+
+def words_of(spec: RunSpec, base: RunSpec) -> list[str]:
+    """Return the overrides that give a spec its precision, and its model's keys over another's."""
+    keys = {f"precision.{key}": value for key, value in _own_options(spec).items()}
+    model = dict(fmt.leaves(base.model, "model"))
+    leaves = fmt.leaves(spec.model, "model")
+    keys |= {key: value for key, value in leaves if model.get(key, value) != value}
+    options = [f"{key}={fmt.typed_value(value)}" for key, value in keys.items()]
+    return [f"precision={spec.precision['name']}", *options]
+
+
+def _own_options(spec: RunSpec) -> dict[str, Any]:
+    """Return the keys of a precision that are not as its name has them."""
+    plain = registry.precision_config(str(spec.precision["name"]))
+    return {key: v for key, v in spec.precision.items() if key in plain and plain[key] != v}
 
 
 def _head(side: Side, batch: Batch) -> list[str]:
-    """Return the last module with weights that is called, and the modules that share them."""
+    """Return the last module with weights of its own that is called, and those that share them."""
     modules = dict(named_modules(side.model))
+    own = {name: {*m.parameters(recurse=False)} for name, m in modules.items()}
     _, tensors = _record(side, batch, comparable_modules(side.model))
-    called = [modules[b.module] for b in tensors if b.side == "out"]
-    weighted = [module for module in called if [*module.parameters(recurse=False)]]
-    weights = {*weighted[-1].parameters()}
-    return [n for n, m in modules.items() if not weights.isdisjoint(m.parameters(recurse=False))]
+    called = [b.module for b in tensors if b.side == "out" and b.module != module_tape.ROOT]
+    weights = next((own[name] for name in reversed(called) if own[name]), set())
+    return [name for name, parameters in own.items() if not weights.isdisjoint(parameters)]
 
 
 def _routers(model: nn.Module) -> list[str]:
     """Return the kinds of modules beside stacked experts that have a row of weights per expert."""
     found = {}
     for stack in stack_names(model):
-        layer = stack.rpartition(".")[0]
-        block = layer.rpartition(".")[0]
+        block = stack.rpartition(".")[0].rpartition(".")[0]
         count = len(model.get_parameter(stack))
-        for name, module in model.get_submodule(block).named_modules(prefix=block):
+        for name, module in model.get_submodule(block).named_children():
             weight = getattr(module, "weight", None)
-            is_matrix = isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == count
-            if is_matrix and not f"{name}.".startswith(f"{layer}."):
-                found[kind_of(name)] = None
+            if isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == count:
+                found[kind_of(f"{block}.{name}" if block else name)] = None
     return [*found]
 
 
-def _keeping(side: Side, modules: Sequence[str]) -> RunSpec:
+def _keep(side: Side, modules: Sequence[str]) -> RunSpec:
     """Return a side's spec with modules in float32; as it is where nothing of it is narrower."""
     node = side.spec.precision
     is_narrow = max(roundoff(side)) > tensor_facts.unit_roundoff(torch.float32)
-    if "keep_fp32" not in node or not is_narrow:
+    if "keep_fp32" not in node or not is_narrow or not modules:
         return side.spec
     kept = [*dict.fromkeys([*node["keep_fp32"], *modules])]
     return replace(side.spec, precision={**node, "keep_fp32": kept})
 
 
-def _in_precision(spec: RunSpec, name: str) -> RunSpec:
-    if spec.precision["name"] == name:
+def _in_precision(spec: RunSpec, names: Mapping[str, str]) -> RunSpec:
+    """Return a spec in the precision that takes its own's place, with its options that this one
+    has, too; as it is where none does."""
+    name = names.get(str(spec.precision["name"]))
+    if name is None:
         return spec
-    return replace(spec, precision={**registry.precision_config(name), "name": name})
+    config = registry.precision_config(name)
+    options = {key: value for key, value in _own_options(spec).items() if key in config}
+    return replace(spec, precision={**config, **options, "name": name})

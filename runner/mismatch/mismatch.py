@@ -1,18 +1,22 @@
 """mode=mismatch: measure the mismatch between what trains and what serves, explain and judge it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from time import perf_counter
-from typing import Any
+
+from torch import Tensor
 
 from runner.core import (
     Batch,
     ConfigError,
+    ConversionReport,
     LoadedCheckpoint,
     RunContext,
     RunnerError,
     RunSpec,
+    errors,
     fmt,
     run_context,
     terminal,
@@ -27,40 +31,21 @@ from runner.mismatch.sides import (
     check_task,
     compare_generation,
     compare_scores,
-    first_rows,
     measure_floor,
-    text_of,
+    prompts_of,
+    rows_of,
 )
-from runner.modes.diff import DiffReference, resolve_reference, split_overrides
+from runner.modes.diff import resolve_reference
 from runner.modes.execution import build_result
 from runner.modes.startup import prepare_loaders, try_batch
 from runner.output.markup import Block, Cell, Commands, Heading, Items, Table, Text, to_html
 
 PAGE = "mismatch.html"
 NUMBERS = "mismatch.json"
-CAUSE_ROWS = 4
+CAUSE_ROWS = slice(4)
 """Examples by which the cause is looked for: all their activations are held."""
-MIN_BIAS = 1e-6
-"""Nats; rounding makes less."""
 MAX_ROWS = 20
 """Kinds of modules on the page."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A cure that was tried.
-
-    Attributes:
-        what: in words.
-        words: overrides to type in place of the command's own.
-        left: the record of both sides with it; None where it cannot be tried.
-        reason: why not.
-    """
-
-    what: str
-    words: Sequence[str]
-    left: Mismatch | None
-    reason: str = ""
 
 
 @dataclass
@@ -68,13 +53,13 @@ class Report:
     """What was found, as mismatch.json has it.
 
     Attributes:
-        training, serving: names of the sides.
-        allowed: mismatch.max_ratio and mismatch.max_kl.
+        training, serving: the overrides that each side has of its own.
+        max_ratio, max_kl: see MismatchSpec.
         scored: the record of the validation batches.
         generated: of generated tokens; None without a generation.
         truncation: mean of -log(kept mass) of the generation, in nats.
         floor: by side and what was changed, the record of a side against itself.
-        wrong_module: that adds more than rounding explains; empty where none does.
+        cause: the module that makes the difference; empty where rounding explains all of it.
         contributions: rms that the own errors of a kind of modules make, the largest first.
         flips: by layer of experts, the share of tokens that go to other experts.
         cures: what was tried, the cheapest first.
@@ -83,31 +68,36 @@ class Report:
 
     training: str
     serving: str
-    allowed: tuple[float, float]
+    max_ratio: float
+    max_kl: float
     scored: Mismatch
     generated: Mismatch | None = None
     truncation: float = 0.0
     floor: dict[str, Mismatch] = field(default_factory=dict)
-    wrong_module: str = ""
+    cause: str = ""
     contributions: Mapping[str, float] = field(default_factory=dict)
     flips: Mapping[str, float] = field(default_factory=dict)
-    cures: list[Tried] = field(default_factory=list)
+    cures: list[findings.Cure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def judged(self) -> list[Mismatch]:
-        """Return the records that must be within what is allowed."""
-        return [one for one in (self.scored, self.generated) if one]
+    def worst(self) -> Mismatch:
+        """Return the record that is judged: of the data or of what was generated."""
+        return max(filter(None, (self.generated, self.scored)), key=self.excess)
 
-    def accepts(self, *records: Mismatch) -> bool:
-        """Return whether records are within what is allowed; NaN is not."""
-        max_ratio, max_kl = self.allowed
-        return all(one.mean_ratio <= max_ratio and one.kl <= max_kl for one in records)
+    def excess(self, record: Mismatch) -> float:
+        """Return how far a record is over what is allowed; infinite for NaN."""
+        excess = max(record.mean_ratio - self.max_ratio, record.kl - self.max_kl)
+        return excess if record.mean_ratio + record.kl < math.inf else math.inf
+
+    def accepts(self, record: Mismatch | None) -> bool:
+        """Return whether a record is within what is allowed."""
+        return record is not None and self.excess(record) <= 0
 
     @property
     def is_accepted(self) -> bool:
         """Return whether what serves is what trains."""
-        return self.accepts(*self.judged)
+        return self.accepts(self.worst)
 
     @property
     def floor_rms(self) -> float:
@@ -115,31 +105,28 @@ class Report:
         return max((one.rms for one in self.floor.values()), default=0.0)
 
     @property
-    def cure(self) -> Tried | None:
+    def cure(self) -> findings.Cure | None:
         """Return the cheapest cure that is enough."""
-        return next(
-            (tried for tried in self.cures if tried.left and self.accepts(tried.left)), None
-        )
+        return next((cure for cure in self.cures if self.accepts(cure.left)), None)
 
     @property
     def sentence(self) -> str:
         """Return the answer, in at most fifteen words."""
-        worst = max(self.judged, key=lambda one: one.mean_ratio)
-        numbers = f"mean ratio {worst.mean_ratio:.4g}, KL {worst.kl:.1e}"
-        if not self.is_accepted:
-            return f"{self.serving} does not serve what {self.training} trains: {numbers}."
-        if self.scored.rms <= self.floor_rms or not self.scored.rms:
-            return f"{self.serving} serves what {self.training} trains: no more than its floor."
-        return f"{self.serving} serves what {self.training} trains: {numbers}."
+        training, serving = self.training.split()[0], self.serving.split()[0]
+        verb = "serves" if self.is_accepted else "does not serve"
+        numbers = f"mean ratio {self.worst.mean_ratio:.4g}, KL {self.worst.kl:.1e}"
+        if self.worst.rms <= self.floor_rms:
+            numbers = "no more than their floor"
+        return f"{serving} {verb} what {training} trains: {numbers}."
 
     def details(self) -> Iterator[str]:
         """Yield the sentences below the answer."""
-        max_ratio, max_kl = self.allowed
-        yield f"Allowed: a mean ratio of {max_ratio:g} and a KL of {max_kl:g} nats per token."
+        allowed = f"a mean ratio of {self.max_ratio:g} and a KL of {self.max_kl:g} nats per token"
+        yield f"{self.training} trains, {self.serving} serves. Allowed: {allowed}."
         if not self.scored.rms and self.training != self.serving:
             yield "Equal in every bit: of fresh weights a head may be 0. Type checkpoint=<a run>."
-        if self.wrong_module:
-            yield f"{self.wrong_module} adds more than rounding explains: look there first."
+        if self.cause:
+            yield f"{self.cause} makes the difference, which rounding does not explain."
         elif self.contributions:
             modules, rms = next(iter(self.contributions.items()))
             yield (
@@ -149,15 +136,15 @@ class Report:
         if any(self.flips.values()):
             layer, share = max(self.flips.items(), key=lambda one: one[1])
             yield f"{fmt.format_share(share)} of tokens go to other experts in {layer}."
-        if self.cure and self.cure.left:
-            left = f"{self.cure.left.mean_ratio:.5g}"
-            yield f"Cheapest cure: {self.cure.what}, leaves a mean ratio of {left}."
-        if self.truncation > MIN_BIAS:
+        if self.truncation:
             yield (
                 f"After truncation a server's log-probabilities are {self.truncation:.3g} nats "
                 "larger than these: -log of the kept mass."
             )
         yield from self.notes
+        if self.cure and self.cure.left:
+            left = f"{self.cure.left.mean_ratio:.5g}"
+            yield f"Cheapest cure: {self.cure.what}, leaves a mean ratio of {left}. Type"
 
 
 def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_context.RunOutcome:
@@ -168,107 +155,118 @@ def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_contex
     """
     start = perf_counter()
     check_task(run)
+    if run.spec.train.compile:
+        run.say("mode=mismatch computes uncompiled; mismatch.floor=[compile] measures the rest")
+        run = replace(run, spec=replace(run.spec, train=replace(run.spec.train, compile=False)))
     settings = run.spec.section(MismatchSpec)
-    served = _serving_reference(run.spec)
-    specs = (run.spec, served.spec)
-    own = served.own.split()
-    if served.spec.precision["name"] != run.spec.precision["name"]:
-        own = [word for word in own if not word.startswith("precision.")]
-    names = (_name(run.spec, own), _name(served.spec, split_overrides(served.label)))
+    specs = (run.spec, _serving_spec(run.spec))
     with run.signals.interruptible():
         loaders = prepare_loaders(run, saved)
         batches = [*islice(loaders.val.epoch(0), settings.batches)]
-        sides = build_sides(run, specs, names, saved, batches[0])
+        sides = build_sides(run, specs, saved, batches[0])
         with sides[0].computing():
             try_batch(run, sides[0].state, loaders.val)
-        run.say(f"mismatch: {names[0]} trains, {names[1]} serves")
         report = Report(
-            *names, (settings.max_ratio, settings.max_kl), compare_scores(*sides, batches)
+            _name(*specs),
+            _name(*specs[::-1]),
+            settings.max_ratio,
+            settings.max_kl,
+            compare_scores(*sides, batches),
         )
-        _measure(report, settings, sides, batches[0])
+        prompts = prompts_of(run.task, batches[0]) if settings.new_tokens else None
+        if settings.new_tokens and prompts is None:
+            report.notes.append("Nothing was generated: no unpadded text to continue.")
+        _measure(report, settings, sides, (batches[0], prompts))
         conversion = sides[0].report
-        cures = findings.cures(*sides, first_rows(batches[0], CAUSE_ROWS))
+        cures = findings.cures(*sides, rows_of(batches[0], CAUSE_ROWS))
         tried = [*cures] if settings.cures and not report.is_accepted else []
         del sides, cures  # else the models of a cure would be held beside these
-        report.cures += [_try(run, cure, saved, batches) for cure in tried]
+        for cure in tried:
+            try:
+                sides = build_sides(run, cure.specs, saved, batches[0])
+                left = [compare_scores(*sides, batches)]
+                if prompts is not None:
+                    left.append(compare_generation(*sides, prompts, settings)[0])
+                report.cures.append(replace(cure, left=max(left, key=report.excess)))
+            except (RunnerError, RuntimeError) as error:
+                report.cures.append(replace(cure, reason=errors.first_line(error)))
     return _record(run, report, conversion, perf_counter() - start)
 
 
-def _serving_reference(spec: RunSpec) -> DiffReference:
-    """Return the side that serves.
+def _name(spec: RunSpec, other: RunSpec) -> str:
+    """Return the name of a side: its precision and the keys that it has of its own."""
+    return " ".join(findings.words_of(spec, other)).removeprefix("precision=")
+
+
+def _serving_spec(spec: RunSpec) -> RunSpec:
+    """Return the spec of the side that serves.
 
     Raises:
-        ConfigError: serving= names no precision and no values of keys.
+        ConfigError: serving= names no precision and no keys of it or of the model.
     """
     found = resolve_reference(spec, "serving")
-    if found.dump or found.spec.init != spec.init:
+    shared = ("accelerator", "adapter", "init", "seed", "train")
+    if found.dump or any(getattr(found.spec, key) != getattr(spec, key) for key in shared):
         raise ConfigError(
-            f"serving={spec.value('serving')} names other weights, and both sides have the same. "
-            "Type serving=<a precision>, and checkpoint=<it> or init.weights=<it>."
+            f"serving={spec.value('serving')}: both sides have the same weights, device and "
+            "settings. Type serving=<a precision>, or values of keys of precision.* and model.*; "
+            "checkpoint= and init.weights= name the weights."
         )
-    return found
-
-
-def _name(spec: RunSpec, words: Sequence[str]) -> str:
-    """Return the name of a side: its precision, and the words that set other keys."""
-    keys = [word for word in words if "=" in word and not word.startswith("precision=")]
-    return " ".join([str(spec.precision["name"]), *keys])
+    return found.spec
 
 
 def _measure(
-    report: Report, settings: MismatchSpec, sides: tuple[Side, Side], batch: Batch
+    report: Report,
+    settings: MismatchSpec,
+    sides: tuple[Side, Side],
+    first: tuple[Batch, Tensor | None],
 ) -> None:
-    """Add the floor, a generation and the cause to a report."""
+    """Add the floor, a generation and the cause to a report.
+
+    Args:
+        report: with the record of the data.
+        settings: what is measured.
+        sides: that trains, and that serves.
+        first: the first batch, and its prompts.
+    """
     training, serving = sides
-    for role, side in (("training", training), ("serving", serving)):
+    batch, prompts = first
+    for role, side in zip(("training", "serving"), sides, strict=True):
         found = measure_floor(side, batch, settings.floor)
         report.floor |= {f"{role}: other {kind}": record for kind, record in found.items()}
-    text = text_of(training.state.task, batch)
-    rows = first_rows(batch, CAUSE_ROWS)
-    if settings.new_tokens and text is None:
-        report.notes.append("Nothing was generated: no unpadded text to continue.")
-    elif settings.new_tokens and text is not None:
-        generated, cached, drawn = compare_generation(training, serving, text, settings)
-        report.generated = generated
-        report.truncation = -drawn.kept.log().mean().item()
-        if serving.cache_name and "cache" in settings.floor:
-            if findings.cache_is_wrong(serving, rows, cached):
-                report.wrong_module = "the cache of keys and values"
-            else:
-                report.floor["serving: with a cache"] = cached
-        elif not serving.cache_name:
+    if prompts is not None:
+        report.generated, drawn = compare_generation(*sides, prompts, settings)
+        report.truncation = -drawn.kept.log().mean().item() + 0.0
+        if not serving.cache_name:
             report.notes.append("No cache: the model's forward takes none.")
+        elif findings.cache_is_wrong(serving, drawn, settings.temperature):
+            report.cause = "the cache of keys and values"
+        elif "cache" in settings.floor:
+            own = serving.score_drawn(drawn, settings.temperature)
+            report.floor["serving: with a cache"] = drawn.record(own)
     if settings.cause and report.scored.rms:
+        rows = rows_of(batch, CAUSE_ROWS)
         comparison = findings.compare_modules(training, serving, rows)
         report.flips = comparison.flips
-        found = findings.contributions(training, serving, rows)
-        report.contributions = found
-        report.wrong_module = report.wrong_module or findings.wrong_module(comparison, found)
-
-
-def _try(
-    run: RunContext, cure: findings.Cure, saved: LoadedCheckpoint | None, batches: Sequence[Batch]
-) -> Tried:
-    try:
-        sides = build_sides(run, cure.specs, ("", ""), saved, batches[0])
-        return Tried(cure.what, cure.words, compare_scores(*sides, batches))
-    except RunnerError as error:
-        return Tried(cure.what, cure.words, None, str(error))
+        report.contributions = findings.contributions(training, serving, rows)
+        report.cause = report.cause or findings.wrong_module(comparison)
+        if training.spec.precision == serving.spec.precision:
+            # Both round alike, and whatever differs is computed otherwise.
+            report.cause = report.cause or next(iter(report.contributions), "")
 
 
 def _record(
-    run: RunContext, report: Report, conversion: Any, seconds: float
+    run: RunContext, report: Report, conversion: ConversionReport, seconds: float
 ) -> run_context.RunOutcome:
     """Print, write and record a report."""
-    run.say(report.sentence)
-    for detail in report.details():
-        run.say(detail)
+    for line in (report.sentence, *report.details()):
+        run.say(line)
     if report.cure:
-        run.say(f"Type {terminal.quote_command(report.cure.words)}")
-    numbers = report.scored.metrics()
-    numbers |= report.generated.metrics("mismatch/generated") if report.generated else {}
-    numbers |= {f"mismatch/flips/{layer}": share for layer, share in report.flips.items()}
-    metrics = {
+        run.say(f"    {terminal.quote_command(report.cure.words)}")
+    metrics = report.scored.metrics()
+    metrics |= report.generated.metrics("mismatch/generated") if report.generated else {}
+    metrics |= {f"mismatch/flips/{layer}": share for layer, share in report.flips.items()}
+    summary = {
         "mismatch/mean_ratio": report.scored.mean_ratio,
         "mismatch/kl": report.scored.kl,
         "mismatch/rms": report.scored.rms,
@@ -276,16 +274,20 @@ def _record(
         "mismatch/truncation_bias": report.truncation,
         "mismatch/accepted": float(report.is_accepted),
     }
-    run.tracker.log_metrics([(0, fmt.now_ms(), numbers | metrics)])
+    run.tracker.log_metrics([(0, fmt.now_ms(), metrics | summary)])
     run.tracker.tags({"mismatch": report.sentence, "serving": report.serving})
     head = page_head(run, run.device_name, run.spec.tracking.get("note") or "")
     page = to_html(f"{report.training} and {report.serving}", [*head, *page_blocks(report)])
     if run.save_artifact(run.out / PAGE, lambda path: path.write_text(page)):
         run.say(f"mismatch: see {fmt.relative_path(run.out / PAGE)}")
     answer = {"sentence": report.sentence, "accepted": report.is_accepted}
-    run.save_json(NUMBERS, answer | asdict(report))
-    summary = {"metrics": metrics, "steps": 0, "peak_memory_mib": run.accelerator.peak_memory_mib()}
-    result = build_result(run, summary, seconds)
+    cures = [{k: v for k, v in asdict(cure).items() if k != "specs"} for cure in report.cures]
+    run.save_json(NUMBERS, answer | {**asdict(report), "cures": cures})
+    result = build_result(
+        run,
+        {"metrics": summary, "steps": 0, "peak_memory_mib": run.accelerator.peak_memory_mib()},
+        seconds,
+    )
     # A sweep over sides that serve compares them by it.
     result = replace(result, quality="mismatch/mean_ratio", direction="min")
     return run_context.RunOutcome(result, conversion)

@@ -7,7 +7,6 @@ docs/mismatch.md has the formulas and their sources.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -31,15 +30,14 @@ class Mismatch:
         rms: root of the mean square of d, in nats.
         quantiles: of |d|, in nats, by their probability.
         worst: the d of the largest |d|, in nats.
-        worst_place: its row and position.
-        worst_token: the token there, or the class; None where only log-probabilities are known.
+        worst_place: its row and position, and the token or class where it is known.
         outside_narrow: share of ratios outside [0.9, 1.1].
         outside_wide: share of ratios outside [0.8, 1.25].
         mean_ratio: mean of exp(|d|), 1 for equal sides.
         k1: estimate of KL(serving || training) per token, mean of -d (Schulman 2020).
         k3: the same, mean of r - 1 - d, never negative.
-        sequence_spread: standard deviation of the log-ratio of whole sequences, the sum of d, by
-            their length in tokens.
+        sequence_spread: standard deviation over sequences of the sum of d over their first n
+            tokens, by n: powers of 2, and the longest sequence.
         kl_serving: KL(serving || training) over all classes, in nats; None without logits.
         kl_training: KL(training || serving) likewise.
         flipped: share of tokens whose most probable class is another one; None without logits.
@@ -50,14 +48,13 @@ class Mismatch:
     rms: float
     quantiles: Mapping[str, float]
     worst: float
-    worst_place: tuple[int, int]
+    worst_place: tuple[int, ...]
     outside_narrow: float
     outside_wide: float
     mean_ratio: float
     k1: float
     k3: float
     sequence_spread: Mapping[int, float] = field(default_factory=dict)
-    worst_token: int | None = None
     kl_serving: float | None = None
     kl_training: float | None = None
     flipped: float | None = None
@@ -69,7 +66,7 @@ class Mismatch:
 
     def metrics(self, prefix: str = "mismatch") -> dict[str, float]:
         """Return the numbers by the names under which they are logged in each step."""
-        values: dict[str, float] = {}
+        values: dict[str, float] = {f"{prefix}/kl": self.kl}
         for name, value in vars(self).items():
             if isinstance(value, Mapping):
                 values |= {f"{prefix}/{name}/{key}": number for key, number in value.items()}
@@ -107,7 +104,7 @@ def compare_log_probabilities(
     difference = difference.masked_fill(~counted, 0.0)
     d = difference[counted]
     size, ratio = d.abs(), d.exp()
-    place = int(difference.abs().argmax())
+    place = int(difference.abs().masked_fill(~counted, -1.0).argmax())
     levels = torch.tensor(QUANTILES, dtype=d.dtype)
     # torch.quantile takes 16 million elements at most.
     ordered = size.sort().values
@@ -133,12 +130,12 @@ def _outside(ratio: Tensor, low: float, high: float) -> float:
 
 
 def _sequence_spread(difference: Tensor, counted: Tensor) -> dict[int, float]:
-    """Return the standard deviation of the sums of d over sequences, by powers of two of tokens."""
+    """Return the standard deviation of the sums of d over the first n tokens of sequences."""
     sums = difference.cumsum(1)
     lengths = counted.cumsum(1)
-    spread = {}
     longest = int(lengths[:, -1].max())
-    for length in takewhile(lambda n: n <= longest, (2**i for i in range(1, 64))):
+    spread = {}
+    for length in [*(2**i for i in range(1, longest.bit_length())), longest]:
         is_end = counted & (lengths == length)
         if int(is_end.sum()) > 1:
             spread[length] = sums[is_end].std().item()
@@ -169,27 +166,36 @@ class TokenScores(NamedTuple):
         """Return the scores of a batch.
 
         Args:
-            training: log-probabilities of all classes, float [B, T, C].
+            training: logits, or log-probabilities of all classes, [B, T, C].
             serving: those of the other side.
             labels: int64 [B, T], of which -100 does not count.
         """
+        # Row by row: in float32 all logits would take several times their memory.
+        rows = [cls._of_row(*row) for row in zip(training, serving, labels, strict=True)]
+        return cls(*map(torch.stack, zip(*rows, strict=True)))
+
+    @classmethod
+    def _of_row(cls, training: Tensor, serving: Tensor, labels: Tensor) -> "TokenScores":
         index = labels.clamp(min=0).unsqueeze(-1)
-        difference = serving - training
-        # A class that a side excludes has no part in the sum.
-        kl_serving = torch.where(serving.isinf(), 0.0, serving.exp() * difference).sum(-1)
-        kl_training = torch.where(training.isinf(), 0.0, -training.exp() * difference).sum(-1)
+        ours, theirs = log_probabilities(training), log_probabilities(serving)
+        p, q = ours.exp(), theirs.exp()
+        # Terms of p - q, whose sum is 0, make each one positive: no digits cancel.
         return cls(
-            training.gather(-1, index).squeeze(-1),
-            serving.gather(-1, index).squeeze(-1),
+            ours.gather(-1, index).squeeze(-1),
+            theirs.gather(-1, index).squeeze(-1),
             labels,
-            kl_serving,
-            kl_training,
-            training.argmax(-1) != serving.argmax(-1),
+            (q * (theirs - ours) - q + p).sum(-1),
+            (p * (ours - theirs) - p + q).sum(-1),
+            ours.argmax(-1) != theirs.argmax(-1),
         )
 
     @classmethod
     def record(cls, batches: Sequence["TokenScores"]) -> Mismatch:
-        """Return the record of several batches."""
+        """Return the record of several batches.
+
+        Raises:
+            ValueError: no label counts.
+        """
         width = max(batch.labels.shape[1] for batch in batches)
         ignored = batch_layout.IGNORED_LABEL
         training, serving, labels, *exact = (
@@ -201,8 +207,14 @@ class TokenScores(NamedTuple):
         kl_serving, kl_training, flipped = (part[counted].double().mean().item() for part in exact)
         return replace(
             base,
-            worst_token=int(labels[base.worst_place]),
+            worst_place=(*base.worst_place, int(labels[base.worst_place])),
             kl_serving=kl_serving,
             kl_training=kl_training,
             flipped=flipped,
         )
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Return log-probabilities in float32, or in float64 of such logits."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).log_softmax(-1)

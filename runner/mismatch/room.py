@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runner.core import Mode, Room, RunResult, RunSpec, errors
+from runner.core import Mode, Room, RunResult, RunSpec, errors, fmt
 
 if TYPE_CHECKING:
     from runner.core import LoadedCheckpoint, RunContext, Strategy, run_context
@@ -56,7 +56,7 @@ class MismatchSpec:
         }
         for key, (is_allowed, allowed) in ranges.items():
             if not is_allowed:
-                value = str(getattr(self, key)).replace("'", "").replace(" ", "")
+                value = fmt.typed_value(getattr(self, key))
                 yield f"mismatch.{key}={value} is not allowed. Allowed: {allowed}."
 
 
@@ -68,6 +68,7 @@ class MismatchMode(Mode):
     reads_training_data = False
     adapts = True
     is_recorded = True
+    failure_status = 2
 
     def key_problems(self, spec: RunSpec) -> Iterator[str]:
         serving = spec.value("serving")

@@ -271,7 +271,7 @@ class _Comparison:
         batch = reached.micros[0]
         generators = generator_states(state.device)
         ours = _execution(self._reference.label, state)
-        batches = (_on(batch, state.device), _on(batch, run.device))
+        batches = (on_device(batch, state.device), on_device(batch, run.device))
         if run.spec.section(DiffSpec).dump:
             path = dump_path(run.out, reached.step)
             content = record_reference(ours, batches[0], generators)
@@ -318,7 +318,8 @@ def _execution(label: str, state: TrainState) -> Execution:
     return Execution(label, state, 1.0 if value is None else value.item())
 
 
-def _on(batch: Batch, device: torch.device) -> Batch:
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
 
 

@@ -117,15 +117,13 @@ def run_job(config: DictConfig) -> float | None:
     callback: Any = settings.callbacks.get("sweep")
     folder = Path(settings.runtime.output_dir)
     sweeping = is_sweep_job()
+    mode = Mode.named(config.mode)
     leaves_line = sweeping and _leaves_line(config)
     # A run that ends by an error may have written its result itself.
     has_result = False
     try:
         result = _start(config, folder, sweeping, leaves_line)
-        exit_status = Mode.named(config.mode).exit_status(result)
-        if exit_status and not sweeping:
-            raise SystemExit(exit_status)
-        return None if math.isnan(result.objective) else result.objective
+        return _objective(result, 0 if sweeping else mode.exit_status(result))
     except RunnerError as error:
         from runner.sweeps.sweep_progress import alike_job
 
@@ -138,7 +136,8 @@ def run_job(config: DictConfig) -> float | None:
         )
         if not is_in_line:
             print_error_once(error)
-        message, exit_status, has_result = str(error), error.exit_status, error.finished
+        message, has_result = str(error), error.finished
+        exit_status = max(error.exit_status, mode.failure_status)
         # A single run that was refused leaves no folder with nothing but Hydra's record of it.
         if not sweeping and {path.name for path in folder.iterdir()} <= {".hydra"}:
             rmtree(folder, ignore_errors=True)
@@ -153,7 +152,7 @@ def run_job(config: DictConfig) -> float | None:
             files.write_text(folder / "error.txt", text)
         status = "failed"
         message = secrets.redact(f"{type(error).__name__}: {error}")
-        exit_status = 1
+        exit_status = mode.failure_status
     if sweeping and not has_result:
         record_result(config, folder, status, message)
     if leaves_line:
@@ -171,6 +170,17 @@ def run_job(config: DictConfig) -> float | None:
     # Outside of `except` the traceback, whose frames hold the model, is free to be collected.
     gc.collect()
     return None
+
+
+def _objective(result: "RunResult", exit_status: int) -> float | None:
+    """Return what a sweeper optimizes.
+
+    Raises:
+        SystemExit: the status is not 0.
+    """
+    if exit_status:
+        raise SystemExit(exit_status)
+    return None if math.isnan(result.objective) else result.objective
 
 
 def _error_status(error: RunnerError, skips_refused: bool) -> "run_result.Status":

@@ -52,7 +52,7 @@ def test_a_planted_difference_is_named(main, result, tmp_path, kind, fault, prec
     serving = f"serving=\"precision={precision},model.fault='{fault}'\""
     typed = (f"precision={precision}", "+model.fault=null", serving)
     report = found(main, result, tmp_path, kind, *ACCEPTS_ALL, *typed)
-    assert report["wrong_module"] == module
+    assert report["cause"] == module
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,6 @@ def test_a_planted_difference_is_named(main, result, tmp_path, kind, fault, prec
 def test_rounding_is_no_cause(main, result, tmp_path, kind, training, serving):
     typed = (f"precision={training}", f"serving={serving}")
     report = found(main, result, tmp_path, kind, *ACCEPTS_ALL, *typed)
-    assert report["wrong_module"] == ""
+    assert report["cause"] == ""
     assert (report["scored"]["rms"] > 0) == (training != serving)
     assert bool(report["contributions"]) == (training != serving)

@@ -61,6 +61,7 @@ def test_labels_that_do_not_count_and_shorter_batches_are_left_out():
     other = TokenScores.of(classes[:, :2], classes[:, :2].roll(1, -1), labels[:, :2])
     record = TokenScores.record([one, other])
     assert record.tokens == 4 + 3
+    assert len(record.worst_place) == 3
     assert record.worst_place[0] >= 2
     assert 0 < record.flipped < 1
 

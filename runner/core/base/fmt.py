@@ -114,6 +114,8 @@ def typed_value(value: Any) -> str:
     """Return a value as it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(typed_value, value))}]"
     return str(value)
 
 

@@ -35,6 +35,7 @@ class Mode:
         needs_data: reads the data sets; else the shapes of data.meta are enough.
         takes_checkpoint: loads what checkpoint= names.
         reads_training_data: reads the training set, not only those that are evaluated.
+        failure_status: exit status of a command that fails, but for what was typed.
         chooses_jobs: is a sweep whose jobs are chosen as results come in.
     """
 
@@ -46,6 +47,7 @@ class Mode:
     needs_data: bool = True
     takes_checkpoint: bool = False
     reads_training_data: bool = True
+    failure_status: int = 1
     chooses_jobs: bool = False
 
     @staticmethod

@@ -89,7 +89,6 @@ class Visitor(ABC):
             tensor: floating, complex, integer or boolean.
         """
 
-    @abstractmethod
     def visit_written(
         self, boundary: Boundary, caller: Tensor, tensor: Tensor, writes: bool
     ) -> None:
