@@ -153,7 +153,7 @@ def test_targets_finds_each_of_several_optimizers(compose):
             [
                 "model.milestones=[0.5] does not fit. Allowed: a list of whole numbers, as in "
                 "[100,200].",
-                "model.rates=['a'] does not fit. Allowed: a list of numbers, as in [0.1,0.2].",
+                "model.rates=[a] does not fit. Allowed: a list of numbers, as in [0.1,0.2].",
                 "model.scale=3 does not fit. Allowed: a list of numbers, as in [1.0,5.0] or null.",
             ],
         ),
