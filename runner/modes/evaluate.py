@@ -148,10 +148,7 @@ def _compile_for_batches(state: TrainState, validation: DatasetLoader) -> None:
     with random_streams.saved_forward_state(state.plain_model, state.device):
         for start in {0, last}:
             inputs, _ = next(validation.epoch(0, start * validation.batch_size))
-            with (
-                training_loop.evaluation_mode(state.model, state.task, state.device),
-                state.precision.eval_context(state.model),
-            ):
+            with training_loop.evaluation_mode(state), state.precision.eval_context(state.model):
                 state.call(inputs)
 
 

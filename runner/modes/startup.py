@@ -385,7 +385,7 @@ def _trial(run: RunContext, state: TrainState) -> Iterator[None]:
     with (
         saved_state(state),
         torch.no_grad(),
-        training_loop.evaluation_mode(state.model, state.task, state.device),
+        training_loop.evaluation_mode(state),
         run.precision.eval_context(state.plain_model),
     ):
         yield

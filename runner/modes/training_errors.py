@@ -168,7 +168,7 @@ class TrainingErrors:
 
         with (
             module_tape.ModuleTape() as tape,
-            training_loop.evaluation_mode(state.model, state.task, state.device),
+            training_loop.evaluation_mode(state),
             torch.enable_grad(),
             state.forward_context(),
         ):

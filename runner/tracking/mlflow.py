@@ -74,6 +74,8 @@ class MlflowTracker(Tracker):
             are not positive, for a negative patience.
     """
 
+    takes_runs = True
+
     # The parameters are keys of conf/tracking/mlflow.yaml.
     def __init__(  # noqa: PLR0913
         self,
@@ -109,7 +111,7 @@ class MlflowTracker(Tracker):
         noted = self.extra_tags.pop(journals.NOTE_TAG, None)
         self.own_note = secrets.redact(note or noted or "")
         self.sweep = sweep
-        self.log_model = log_model
+        self.takes_models = log_model or register is not None
         self.register = register
         self.system_metrics = system_metrics
         self.patience = patience
@@ -117,7 +119,7 @@ class MlflowTracker(Tracker):
         self._status: JournalStatus | None = None
         self._writer: WriterProcess | None = None
         self._closed = False
-        self._complete = False
+        self.complete = False
         self._refusal_reported = False
         self._opened_at = 0.0
         self._next_check_at = 0.0
@@ -179,14 +181,6 @@ class MlflowTracker(Tracker):
                 "the id that the sweep's report and parent run show, and tracking.uri=<its store>."
             )
 
-    @property
-    def takes_runs(self) -> bool:
-        return True
-
-    @property
-    def takes_models(self) -> bool:
-        return self.log_model or self.register is not None
-
     def check(self) -> None:
         if not (self._status and self._writer):
             return
@@ -226,7 +220,7 @@ class MlflowTracker(Tracker):
         self._journal.close()
         # Without its end in the journal the upload never ends, and waiting for it is in vain.
         if self._journal.has_end:
-            self._complete = self._status.wait(
+            self.complete = self._status.wait(
                 self.patience,
                 lambda: killed or stopped(),
                 secrets.redact(self.uri),
@@ -235,10 +229,6 @@ class MlflowTracker(Tracker):
         if killed or stopped():
             self._writer.request_stop()
         self._warn_of_missing(status)
-
-    @property
-    def complete(self) -> bool:
-        return self._complete
 
     @property
     def run_id(self) -> str | None:
@@ -318,7 +308,7 @@ class MlflowTracker(Tracker):
         # The command of a finished run calls check once more, which raises the refusal.
         state = self._status.state
         check_follows = state.refusal and status == "FINISHED"
-        if self._complete or self._refusal_reported or check_follows:
+        if self.complete or self._refusal_reported or check_follows:
             return
         writer_failure = self._writer.keep_alive()
         reason = (

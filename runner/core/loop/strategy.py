@@ -10,16 +10,13 @@ backend is gloo for tensors on CPUs and NCCL for tensors on GPUs.
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from runner.core.base.errors import ConfigError
 from runner.core.base.torchrun import ProcessRank, process_rank
-
-if TYPE_CHECKING:
-    pass
 
 _NOTHING = nullcontext()
 

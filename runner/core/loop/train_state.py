@@ -79,18 +79,14 @@ class StepHooks(StepHook):
 
     def _select_methods(self) -> None:
         # A call of a method that does nothing would cost host time in each step.
-        self._begins = [h.begin for h in self._hooks if type(h).begin is not StepHook.begin]
-        self._contexts = [
-            hook.around_forwards
-            for hook in self._hooks
-            if type(hook).around_forwards is not StepHook.around_forwards
-        ]
-        self._updates = [
-            hook.before_update
-            for hook in self._hooks
-            if type(hook).before_update is not StepHook.before_update
-        ]
-        self._ends = [hook.end for hook in self._hooks if type(hook).end is not StepHook.end]
+        def overridden(name: str) -> list[Callable[..., Any]]:
+            own = getattr(StepHook, name)
+            return [getattr(h, name) for h in self._hooks if getattr(type(h), name) is not own]
+
+        self._begins = overridden("begin")
+        self._contexts = overridden("around_forwards")
+        self._updates = overridden("before_update")
+        self._ends = overridden("end")
 
     def add(self, *hooks: StepHook) -> None:
         """Call hooks in each step from now on."""

@@ -74,7 +74,7 @@ def evaluate(
     first_batch: list[Batch] = []
     # The initial weights are drawn from the run's seed itself.
     seed = batch_seed(validation.seed, 0, 0, _SEED_USE + state.strategy.rank.index)
-    with state.evaluated_weights(), evaluation_mode(state.model, state.task, state.device, seed):
+    with state.evaluated_weights(), evaluation_mode(state, seed):
         loaded = islice(validation.epoch(0), batches)
         noted = None if hook is None else first_batch
         totals = _totals(state, validation, loaded, should_stop, noted)
@@ -262,20 +262,18 @@ def set_evaluation_mode(model: nn.Module, task: Task) -> None:
 
 
 @contextmanager
-def evaluation_mode(
-    model: nn.Module, task: Task, device: torch.device, seed: int = 0
-) -> Iterator[None]:
-    """Set a model to evaluation mode and seed what is drawn at random.
+def evaluation_mode(state: TrainState, seed: int = 0) -> Iterator[None]:
+    """Set the model to evaluation mode and seed what is drawn at random.
 
     The caller sets the model back to training mode. On exit all generators are restored, so that an
     evaluation changes no training.
 
     Args:
-        model: changed in place.
-        task: of the run.
-        device: whose generator is seeded and restored, beside those of the host.
+        state: its model is changed in place, and its device's generator is seeded and restored,
+            beside those of the host.
         seed: of the generators.
     """
+    model, task = state.model, state.task
     set_evaluation_mode(model, task)
     # Those that a module, the task or its loss keeps, too.
     holders = [model, task, *vars(task).values()]
@@ -284,7 +282,7 @@ def evaluation_mode(
     holders += [attributes["loss"] for attributes in held if "loss" in attributes]
     parts = [[*h.modules()] if isinstance(h, nn.Module) else [h] for h in holders]
     attributes = [getattr(part, "__dict__", None) for part in chain(*parts)]
-    with seeded(seed, device, tree_leaves(attributes)):
+    with seeded(seed, state.device, tree_leaves(attributes)):
         yield
 
 

@@ -98,7 +98,16 @@ class Tracker(ABC):
     """The record of one run. No method waits for the store, except close and check_store.
 
     What a tracker does not override is not recorded.
+
+    Attributes:
+        takes_runs: runs are stored at all.
+        takes_models: `model` does something, so that an export is worth its time.
+        complete: the run is closed, and everything that was recorded is stored.
     """
+
+    takes_runs: bool = False
+    takes_models: bool = False
+    complete: bool = True
 
     @abstractmethod
     def open(self, info: RunInfo) -> None:
@@ -143,16 +152,6 @@ class Tracker(ABC):
         to join. A server that does not answer is an outage, unless there is a sweep to join.
         """
 
-    @property
-    def takes_runs(self) -> bool:
-        """Return whether runs are stored at all."""
-        return False
-
-    @property
-    def takes_models(self) -> bool:
-        """Return whether `model` does anything, so that an export is worth its time."""
-        return False
-
     def check(self) -> None:
         """Raise TrackingError if the store has refused the run.
 
@@ -168,11 +167,6 @@ class Tracker(ABC):
 
         Waits no longer than the config allows, and a few seconds only once `stopped` returns True.
         """
-
-    @property
-    def complete(self) -> bool:
-        """Return whether the run is closed and everything that was recorded is stored."""
-        return True
 
     @property
     def run_id(self) -> str | None:

@@ -6,7 +6,7 @@ end, so the state that is saved is the one after the block's last step.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,21 +123,8 @@ def _scale_point(record: step_records.StepRecord) -> journals.MetricRecord:
 MIN_TIMED_MS = 250.0
 """Shortest time that gives a rate, in milliseconds; a shorter one varies with the system load."""
 
-# Attributes of a RunSummary that a checkpoint holds.
-_STATE = (
-    "metrics",
-    "evaluated",
-    "best",
-    "stagnant",
-    "scales",
-    "overflows",
-    "examples",
-    "steps",
-    "blocks",
-    "milliseconds",
-)
 
-
+@dataclass(eq=False)
 class RunSummary(RunCallback):
     """Totals over all records of a run, for its result and its final checkpoint.
 
@@ -162,20 +149,21 @@ class RunSummary(RunCallback):
     key = "summary"
     is_in_every_run = True
 
-    def __init__(self, quality: str, direction: str) -> None:
-        self.quality = quality
-        self.better = max if direction == "max" else min
-        self.last = None
-        self.metrics: dict[str, float] = {}
-        self.evaluated = 0
-        self.best = None
-        self.stagnant = None
-        self.scales: list[tuple[int, float]] = []
-        self.overflows: list[int] = []
-        self.examples = 0
-        self.steps = 0
-        self.blocks = 0
-        self.milliseconds = 0.0
+    quality: str
+    direction: str
+    last: step_records.StepRecord | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    evaluated: int = 0
+    best: float | None = None
+    stagnant: float | None = None
+    scales: list[tuple[int, float]] = field(default_factory=list)
+    overflows: list[int] = field(default_factory=list)
+    examples: int = 0
+    steps: int = 0
+    blocks: int = 0
+    milliseconds: float = 0.0
+
+    def __post_init__(self) -> None:
         self._is_first_block_after_resume = False
 
     def on_steps(self, records: Sequence[step_records.StepRecord], run: RunHandle) -> None:
@@ -212,10 +200,11 @@ class RunSummary(RunCallback):
         value = record.metrics.get(self.quality, math.nan)
         # max() and min() would return NaN or not, depending on the order of their arguments.
         if not math.isnan(value):
-            self.best = value if self.best is None else self.better(self.best, value)
+            better = max if self.direction == "max" else min
+            self.best = value if self.best is None else better(self.best, value)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in _STATE}
+        state = {name: getattr(self, name) for name in _TOTALS}
         return {"last": self.last and self.last.to_state(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,7 +212,7 @@ class RunSummary(RunCallback):
         if not state:
             return
         self.last = None if state["last"] is None else step_records.StepRecord(**state["last"])
-        for name in _STATE:
+        for name in _TOTALS:
             setattr(self, name, state[name])
 
     def result_values(self) -> dict[str, Any]:
@@ -248,6 +237,10 @@ class RunSummary(RunCallback):
             "loss_scale": last.loss_scale if last else None,
             "stagnant_share": self.stagnant,
         }
+
+
+# Without the settings, and the last record, which a checkpoint holds in another form.
+_TOTALS = [part.name for part in fields(RunSummary)][3:]
 
 
 @dataclass(eq=False)

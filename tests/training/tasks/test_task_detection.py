@@ -1,5 +1,7 @@
 """Detection: losses by name, weighed, and evaluated in training mode."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from states import CPU
@@ -47,10 +49,10 @@ def test_an_evaluation_is_in_training_mode_but_for_what_changes_the_model_or_dra
     torch.manual_seed(3)
     drawn = []
     for _ in range(2):
-        with evaluation_mode(model, Detection(), CPU):
+        with evaluation_mode(SimpleNamespace(model=model, task=Detection(), device=CPU)):
             assert [m.training for m in model] == [True, False, False, True]
             drawn.append(torch.rand(1))
     assert torch.equal(*drawn)
     assert torch.equal(torch.rand(1), expected)
-    with evaluation_mode(model, Regression(), CPU):
+    with evaluation_mode(SimpleNamespace(model=model, task=Regression(), device=CPU)):
         assert not any(m.training for m in model.modules())

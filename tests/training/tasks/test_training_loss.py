@@ -1,6 +1,7 @@
 """task.loss: a loss of torch or of one's own in place of the task's."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,7 +205,7 @@ def test_an_evaluation_leaves_the_generators_of_a_loss_as_they_were():
     undisturbed, loss = Noisy(), Noisy()
     task, drawn = Classification(loss=loss), []
     for _ in range(2):
-        with evaluation_mode(net(), task, CPU):
+        with evaluation_mode(SimpleNamespace(model=net(), task=task, device=CPU)):
             drawn.append(loss.drawn())
     assert drawn[0] == drawn[1]
     assert loss.drawn() == undisturbed.drawn()
