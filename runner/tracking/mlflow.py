@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from runner.core import (
     ConfigError,
@@ -50,7 +50,6 @@ DISK_WAIT_SECONDS = 10.0
 """Upper bound on waiting, at the end of a run, until a full disk has room."""
 
 
-@final
 class MlflowTracker(Tracker):
     """The record of one run, uploaded to an MLflow store.
 
@@ -227,7 +226,7 @@ class MlflowTracker(Tracker):
                 self._writer.keep_alive,
             )
         if killed or stopped():
-            self._writer.request_stop()
+            self._writer.stop_requested = True
         self._warn_of_missing(status)
 
     @property
