@@ -183,10 +183,10 @@ def keys() -> str:
     """Return the table of keys, with the texts of the schema's docstrings."""
     rows = key_rows("", RunSpec())
     for name, kind in Room.all_sections().items():
-        if is_dataclass(kind):
-            rows += key_rows(f"{name}.", kind())
+        if isinstance(kind, str):
+            rows.append([f"`{name}`", type_name(str | None), "`null`", kind])
         else:
-            rows.append([f"`{name}`", type_name(kind), "`null`", Room.all_texts()[name]])
+            rows += key_rows(f"{name}.", kind())
     return table(["key", "type", "default", "meaning"], rows)
 
 

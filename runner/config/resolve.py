@@ -6,7 +6,7 @@ The schema takes every key there: jobs of a sweep run without those that their p
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -54,8 +54,10 @@ def _config_class() -> type:
     own = [(part.name, part.type, part) for part in fields(RunSpec) if part.name != "sections"]
     added = []
     for key, kind in Room.all_sections().items():
-        is_section = isinstance(kind, type) and is_dataclass(kind)
-        added.append((key, kind, field(default_factory=kind) if is_section else None))
+        is_value = isinstance(kind, str)
+        added.append(
+            (key, str | None, None) if is_value else (key, kind, field(default_factory=kind))
+        )
     return make_dataclass("Config", [*own, *added])
 
 

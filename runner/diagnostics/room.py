@@ -204,11 +204,6 @@ ROOM = Room(
     sections={
         "numerics": NumericsSpec,
         "diff": DiffSpec,
-        "explain": str | None,
-        "batch": str | None,
-        "against": str | None,
-    },
-    texts={
         "explain": "pattern of the modules that mode=explain shows, as in blocks.*.attention; `*` "
         "is the whole model",
         "batch": "saved batch (a .json file in the guard folder of a run) that debug=replay runs",

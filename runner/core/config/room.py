@@ -102,9 +102,8 @@ class Room:
     """What a room adds to a run.
 
     Attributes:
-        sections: top-level keys of the schema, each with a dataclass of keys, or the type of a
-            single value that is null by default.
-        texts: meaning of each single value, for docs/commands.md.
+        sections: top-level keys of the schema, each with a dataclass of keys, or the meaning of a
+            single value, a text that is null by default.
         modes: in the order in which they are listed.
         commands: other than a run.
         problems: yields what cannot run of a spec, all at once.
@@ -119,8 +118,7 @@ class Room:
     installed: ClassVar[list["Room"]] = []
     """The rooms that this process knows."""
 
-    sections: Mapping[str, Any] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, type | str] = field(default_factory=dict)
     modes: Sequence[Mode] = ()
     commands: Sequence[Command] = ()
     problems: Callable[["RunSpec"], Iterable[str]] = lambda spec: ()
@@ -141,11 +139,6 @@ class Room:
         return dict(sorted(commands.items()))
 
     @classmethod
-    def all_sections(cls) -> dict[str, Any]:
+    def all_sections(cls) -> dict[str, type | str]:
         """Return the sections of all rooms."""
         return {key: kind for room in cls.installed for key, kind in room.sections.items()}
-
-    @classmethod
-    def all_texts(cls) -> dict[str, str]:
-        """Return the texts of all rooms."""
-        return {key: text for room in cls.installed for key, text in room.texts.items()}
