@@ -54,10 +54,8 @@ def _config_class() -> type:
     own = [(part.name, part.type, part) for part in fields(RunSpec) if part.name != "sections"]
     added = []
     for key, kind in Room.all_sections().items():
-        is_value = isinstance(kind, str)
-        added.append(
-            (key, str | None, None) if is_value else (key, kind, field(default_factory=kind))
-        )
+        default = None if isinstance(kind, str) else field(default_factory=kind)
+        added.append((key, kind if default else str | None, default))
     return make_dataclass("Config", [*own, *added])
 
 
