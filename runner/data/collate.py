@@ -123,10 +123,14 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def error_with_line(error: Exception) -> str:
-    """Return an error's type and text, and the line of code that raised it."""
+    """Return an error's type and text, and the innermost line of the user's code."""
     text = " ".join(str(error).split()).rstrip(".")
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {text} ({Path(place.filename).name}, line {place.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    others = [f for f in frames if "site-packages" not in f.filename]
+    users = [frame for frame in others if not frame.filename.startswith(package)]
+    frame = (users or others or frames)[-1]
+    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def makes_batches(dataset: Any) -> bool:

@@ -114,9 +114,9 @@ def _peak_rows(
     batch_size = spec.train.batch_size
     try:
         forecast = peak_forecast(spec, precision, device, found)
-        peak = forecast(batch_size)
+        peak = forecast.peak(batch_size)
         free = free_memory(device)
-        largest = largest_fitting_batch(forecast, batch_size, USABLE_MEMORY_SHARE * free)
+        largest = largest_fitting_batch(forecast.peak, batch_size, USABLE_MEMORY_SHARE * free)
     except ForecastUnavailable as error:
         return {"peak of a step": f"not predicted: {error}"}
     mib, gib = tensor_facts.MIB, tensor_facts.GIB

@@ -146,7 +146,7 @@ def test_a_plan_knows_the_shapes_and_the_peak(name):
     spec, precision = make_spec(mode="plan"), registry.load_precision(name)
     built = ModelBuilder(spec, precision).build_on_meta()
     assert built.plain_bytes == make("32-true").plain_bytes
-    assert peak_forecast(spec, precision, CPU)(4).total > built.plain_bytes / 8
+    assert peak_forecast(spec, precision, CPU).peak(4).total > built.plain_bytes / 8
 
 
 def test_low_memory_makes_them_in_the_precisions_dtype():

@@ -273,7 +273,7 @@ def find_experts(spec: RunSpec, precision: Precision, device: torch.device) -> C
 
 @dataclass(frozen=True)
 class PeakForecast:
-    """The predicted peak of a training step, as a function of the batch size.
+    """The predicted peak of a training step.
 
     Attributes:
         peak: returns the peak of a step with micro-batches of so many examples.
@@ -282,10 +282,6 @@ class PeakForecast:
 
     peak: Callable[[int], MemoryBreakdown]
     fallback: str = ""
-
-    def __call__(self, batch_size: int) -> MemoryBreakdown:
-        """Return the peak of a step with micro-batches of so many examples."""
-        return self.peak(batch_size)
 
 
 def peak_forecast(

@@ -159,7 +159,7 @@ def _fitting_lines(watch: MemoryWatch, forecast: "PeakForecast") -> list[str]:
 
     def total(size: int, words: str = "") -> float:
         # Each part of the peak times its factor; a missing factor is 1.
-        parts = forecast(size)._asdict().items()
+        parts = forecast.peak(size)._asdict().items()
         return watch.other_bytes + sum(factors[words].get(name, 1) * part for name, part in parts)
 
     if total(watch.run.spec.train.batch_size) <= usable:

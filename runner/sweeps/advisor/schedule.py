@@ -140,9 +140,9 @@ class TrialScheduler:
             with suppress(RunnerError):
                 precision = self.command.load_precision(name)
                 forecast = peak_forecast(spec, precision, device)
-                peak = forecast(batch_size).total / tensor_facts.MIB
+                peak = forecast.peak(batch_size).total / tensor_facts.MIB
                 usable = free_memory(device) * USABLE_MEMORY_SHARE
-                largest = largest_fitting_batch(forecast, batch_size, usable)
+                largest = largest_fitting_batch(forecast.peak, batch_size, usable)
                 forecasts[name] = {"peak_mib": peak, "largest_batch": largest or 0}
         self.trials.update_request(memory=forecasts)
 

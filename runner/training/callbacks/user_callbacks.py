@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
-from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from runner.core import (
     stop_signals,
     targets,
 )
+from runner.data.collate import error_with_line
 
 HOOKS = ("on_steps", "on_evaluation", "on_end")
 """Methods of a user's RunCallback that the run calls."""
@@ -149,22 +148,10 @@ class UserCode:
         except Exception as error:  # of whatever type the user's code raises
             if not self.problem:
                 traceback = f" {self.save_traceback()}".rstrip()
-                self.problem = f"{title} fails: {_describe_error(error)}{traceback}"
+                self.problem = f"{title} fails: {error_with_line(error)}.{traceback}"
         finally:
             random_streams.set_rng_state(random_state, self.device)
         return None
-
-
-def _describe_error(error: Exception) -> str:
-    """Return an error's type and text, and the innermost line of the user's code, as a sentence."""
-    text = " ".join(str(error).split()).rstrip(".")
-    frames = extract_tb(error.__traceback__)
-    package = str(Path(__file__).parents[2])
-    others = [f for f in frames if "site-packages" not in f.filename]
-    users = [frame for frame in others if not frame.filename.startswith(package)]
-    frame = (users or others or frames)[-1]
-    where = f"{Path(frame.filename).name}, line {frame.lineno}"
-    return f"{type(error).__name__}: {text} ({where})."
 
 
 @dataclass(eq=False)

@@ -47,11 +47,13 @@ def of(compose):
 
 
 def predict_peak(spec, precision, size=None):
-    return peak_forecast(spec, precision, CPU)(size or spec.train.batch_size)
+    return peak_forecast(spec, precision, CPU).peak(size or spec.train.batch_size)
 
 
 def largest_batch(spec, precision, room):
-    return largest_fitting_batch(peak_forecast(spec, precision, CPU), spec.train.batch_size, room)
+    return largest_fitting_batch(
+        peak_forecast(spec, precision, CPU).peak, spec.train.batch_size, room
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_steps_of_few_examples_extrapolate_to_many(of, monkeypatch, size):
     spec, precision = of(TEXT)
     exact = predict_peak(spec, precision, size)
     monkeypatch.setattr(NO_FAKES, None)
-    real = peak_forecast(spec, precision, CPU)(size)
+    real = peak_forecast(spec, precision, CPU).peak(size)
     assert real.total == pytest.approx(exact.total, rel=1e-3)
     assert real.activations == pytest.approx(exact.activations, rel=0.02)
 
@@ -149,7 +151,7 @@ def test_a_failed_step_is_forecast_from_the_runs_own_batch_and_state(of, monkeyp
         monkeypatch.setattr(NO_FAKES, None)
     forecast = failed_step_forecast(spec, state, example_batch(spec, 3, CPU))
     assert bool(forecast.fallback) is not fake
-    assert forecast(8).total == pytest.approx(exact.total, rel=1e-3)
+    assert forecast.peak(8).total == pytest.approx(exact.total, rel=1e-3)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(of):
