@@ -208,7 +208,7 @@ def main() -> None:
         try:
             precision.require(device)
             seed_all(0)
-            peak = peak_forecast(spec, precision, device)(spec.train.batch_size)
+            peak = peak_forecast(spec, precision, device).peak(spec.train.batch_size)
             measured = measure_peak(spec, precision, device)
         except RunnerError as error:
             failures.append(f"- not run: {run}, {case}: {error}")
