@@ -100,10 +100,10 @@ class MismatchMode(Mode):
 
 
 ROOM = Room(
-    sections={"mismatch": MismatchSpec, "serving": str | None},
-    texts={
+    sections={
+        "mismatch": MismatchSpec,
         "serving": "the side that serves in mode=mismatch: a precision (serving=bf16-true), or "
-        "other values of keys (serving=precision=int8,precision.keep_fp32=[head])"
+        "values of its keys and of model.* (serving=precision=int8,precision.keep_fp32=[head])",
     },
     modes=(MismatchMode(),),
 )

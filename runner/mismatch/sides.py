@@ -90,7 +90,7 @@ class Side:
             state.precision.session(self.model, state.device),
             random_streams.saved_forward_state(self.model, state.device),
             state.precision.eval_context(self.model),
-            training_loop.evaluation_mode(state.model, state.task, state.device),
+            training_loop.evaluation_mode(state),
         ):
             yield
 
