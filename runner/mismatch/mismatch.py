@@ -54,7 +54,7 @@ class Report:
 
     Attributes:
         training, serving: the overrides that each side has of its own.
-        max_ratio, max_kl: see MismatchSpec.
+        settings: what was measured, and what is allowed.
         scored: the record of the validation batches.
         generated: of generated tokens; None without a generation.
         truncation: mean of -log(kept mass) of the generation, in nats.
@@ -68,8 +68,7 @@ class Report:
 
     training: str
     serving: str
-    max_ratio: float
-    max_kl: float
+    settings: MismatchSpec
     scored: Mismatch
     generated: Mismatch | None = None
     truncation: float = 0.0
@@ -87,7 +86,8 @@ class Report:
 
     def excess(self, record: Mismatch) -> float:
         """Return how far a record is over what is allowed; infinite for NaN."""
-        excess = max(record.mean_ratio - self.max_ratio, record.kl - self.max_kl)
+        settings = self.settings
+        excess = max(record.mean_ratio - settings.max_ratio, record.kl - settings.max_kl)
         return excess if record.mean_ratio + record.kl < math.inf else math.inf
 
     def accepts(self, record: Mismatch | None) -> bool:
@@ -113,15 +113,16 @@ class Report:
     def sentence(self) -> str:
         """Return the answer, in at most fifteen words."""
         training, serving = self.training.split()[0], self.serving.split()[0]
-        verb = "serves" if self.is_accepted else "does not serve"
         numbers = f"mean ratio {self.worst.mean_ratio:.4g}, KL {self.worst.kl:.1e}"
         if self.worst.rms <= self.floor_rms:
-            numbers = "no more than their floor"
+            return f"{serving} differs from {training} by no more than their floor: {numbers}."
+        verb = "serves" if self.is_accepted else "does not serve"
         return f"{serving} {verb} what {training} trains: {numbers}."
 
     def details(self) -> Iterator[str]:
         """Yield the sentences below the answer."""
-        allowed = f"a mean ratio of {self.max_ratio:g} and a KL of {self.max_kl:g} nats per token"
+        max_ratio, max_kl = self.settings.max_ratio, self.settings.max_kl
+        allowed = f"a mean ratio of {max_ratio:g} and a KL of {max_kl:g} nats per token"
         yield f"{self.training} trains, {self.serving} serves. Allowed: {allowed}."
         if not self.scored.rms and self.training != self.serving:
             yield "Equal in every bit: of fresh weights a head may be 0. Type checkpoint=<a run>."
@@ -166,17 +167,12 @@ def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_contex
         sides = build_sides(run, specs, saved, batches[0])
         with sides[0].computing():
             try_batch(run, sides[0].state, loaders.val)
-        report = Report(
-            _name(*specs),
-            _name(*specs[::-1]),
-            settings.max_ratio,
-            settings.max_kl,
-            compare_scores(*sides, batches),
-        )
+        names = (_name(*specs), _name(*specs[::-1]))
+        report = Report(names[0], names[1], settings, compare_scores(*sides, batches))
         prompts = prompts_of(run.task, batches[0]) if settings.new_tokens else None
         if settings.new_tokens and prompts is None:
             report.notes.append("Nothing was generated: no unpadded text to continue.")
-        _measure(report, settings, sides, (batches[0], prompts))
+        _measure(report, sides, batches[0], prompts)
         conversion = sides[0].report
         cures = findings.cures(*sides, rows_of(batches[0], CAUSE_ROWS))
         tried = [*cures] if settings.cures and not report.is_accepted else []
@@ -216,21 +212,18 @@ def _serving_spec(spec: RunSpec) -> RunSpec:
 
 
 def _measure(
-    report: Report,
-    settings: MismatchSpec,
-    sides: tuple[Side, Side],
-    first: tuple[Batch, Tensor | None],
+    report: Report, sides: tuple[Side, Side], batch: Batch, prompts: Tensor | None
 ) -> None:
     """Add the floor, a generation and the cause to a report.
 
     Args:
         report: with the record of the data.
-        settings: what is measured.
         sides: that trains, and that serves.
-        first: the first batch, and its prompts.
+        batch: the first one.
+        prompts: of it, int64 [B, P].
     """
     training, serving = sides
-    batch, prompts = first
+    settings = report.settings
     for role, side in zip(("training", "serving"), sides, strict=True):
         found = measure_floor(side, batch, settings.floor)
         report.floor |= {f"{role}: other {kind}": record for kind, record in found.items()}
@@ -239,7 +232,7 @@ def _measure(
         report.truncation = -drawn.kept.log().mean().item() + 0.0
         if not serving.cache_name:
             report.notes.append("No cache: the model's forward takes none.")
-        elif findings.cache_is_wrong(serving, drawn, settings.temperature):
+        elif settings.cause and findings.cache_is_wrong(serving, drawn, settings.temperature):
             report.cause = "the cache of keys and values"
         elif "cache" in settings.floor:
             own = serving.score_drawn(drawn, settings.temperature)

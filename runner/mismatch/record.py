@@ -214,7 +214,11 @@ class TokenScores(NamedTuple):
         )
 
 
+def widened(logits: Tensor) -> Tensor:
+    """Return logits in float32; in float64 where they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def log_probabilities(logits: Tensor) -> Tensor:
     """Return log-probabilities in float32, or in float64 of such logits."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide).log_softmax(-1)
+    return widened(logits).log_softmax(-1)

@@ -28,7 +28,7 @@ from runner.core import (
     targets,
     training_loop,
 )
-from runner.mismatch.record import Mismatch, TokenScores, log_probabilities
+from runner.mismatch.record import Mismatch, TokenScores, log_probabilities, widened
 from runner.mismatch.room import MismatchSpec
 from runner.modes.diff import on_device
 from runner.modes.execution import build_execution, starting_model
@@ -114,7 +114,8 @@ class Side:
         """
         with self.computing():
             output = self._call(drawn.tokens)
-        return self.task.select(output)[:, -drawn.logits.shape[1] - 1 : -1].cpu() / temperature
+        logits = self.task.select(output)[:, -drawn.logits.shape[1] - 1 : -1]
+        return widened(logits).cpu() / temperature
 
     def _call(self, tokens: Tensor, **cache: Any) -> Any:
         """Return the model's output for int64 tokens [B, T], and the keywords of a cache."""
@@ -141,7 +142,8 @@ class Side:
                 new = tokens if cache is None else tokens[:, -1:]
                 output = self._call(new, **({name: cache, "use_cache": True} if name else {}))
                 cache = part_of(output, name)
-                logits = self.task.select(output)[:, -1:].cpu() / settings.temperature
+                logits = self.task.select(output)[:, -1:]
+                logits = widened(logits).cpu() / settings.temperature
                 drawn.append(logits)
                 truncated, kept = truncate(
                     log_probabilities(logits[:, 0]), settings.top_k, settings.top_p
