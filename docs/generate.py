@@ -20,7 +20,7 @@ import torch
 from omegaconf import OmegaConf
 
 from runner.cli.main import option_note
-from runner.core import Mode, Room
+from runner.core import Mode, Room, fmt
 from runner.core.base.errors import Unavailable
 from runner.core.config.schema import RunSpec
 from runner.core.record.metric_names import METRICS
@@ -35,7 +35,8 @@ CONF = Path(str(files("runner.conf")))
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+    escaped = [[re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row] for row in rows]
+    lines = [head, ["---"] * len(head), *escaped]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return re.sub(r"(`[^`]*`)|<(?=\w)", lambda match: match[1] or r"\<", text)  # no HTML tags
 
@@ -211,7 +212,9 @@ def type_name(hint: object) -> str:
 
 
 def yaml(value: object) -> str:
-    """Return a value as it is written in YAML."""
+    """Return a value as it is written in YAML, on one line."""
+    if isinstance(value, list):
+        return fmt.typed_value(value)
     return OmegaConf.to_yaml(OmegaConf.create({"v": value})).removeprefix("v:").strip()
 
 

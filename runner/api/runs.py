@@ -183,7 +183,7 @@ def run(  # noqa: PLR0913
                 spec, run_folder, invocation = compose_run([*what, *own], config_dir, out)
             invocation = replace(invocation, given=given_keys())
             result = _run_composed(spec, run_folder, invocation, console)
-        log.title = result_line(result)
+        log.fold_under(result_line(result))
         return RunResult.of(result)
 
 

@@ -256,7 +256,7 @@ def _run_sweep(
         options as own,
     ):
         result = _run_command(_sweep_command(words, own, configs, out))
-        log.title = result.conclusion
+        log.fold_under(result.conclusion)
         return result
 
 

@@ -50,10 +50,10 @@ class _Visit(Visitor):
         return self._change(boundary, tensor)
 
 
-def _scores(side: Side, batch: Batch, names: set[str], change: _Change | None = None) -> Tensor:
+def _scores(side: Side, batch: Batch, names: set[str], change: _Change) -> Tensor:
     """Return the log-probabilities of the labels that count, with changes at the boundaries of
     modules."""
-    with visited_modules(side.model, names, _Visit(change or (lambda _, tensor: tensor))):
+    with visited_modules(side.model, names, _Visit(change)):
         logits, labels = side.score(batch)
     counted = labels != batch_layout.IGNORED_LABEL
     scores = log_probabilities(logits[counted])
@@ -161,7 +161,10 @@ def compare_modules(training: Side, serving: Side, batch: Batch) -> BatchCompari
     base, other = sorted((training, serving), key=roundoff)
     device = training.state.device
     batch = on_device(batch, device)
-    executions = (Execution(base.precision, base.state), Execution(other.precision, other.state))
+    executions = (
+        Execution(base.precision_name, base.state),
+        Execution(other.precision_name, other.state),
+    )
     return compare_batch(*executions, (batch, batch), generator_states(device))
 
 
@@ -186,12 +189,12 @@ def cache_is_wrong(serving: Side, drawn: Generation, temperature: float) -> bool
         noise = size * (2 * torch.rand_like(tensor, dtype=torch.float32) - 1)
         return (tensor * (1 + noise)).to(tensor.dtype)
 
-    plain = log_probabilities(serving.score_drawn(drawn, temperature)).double()
+    cached = drawn.record(serving.score_drawn(drawn, temperature))
     names = comparable_modules(serving.model)
     with visited_modules(serving.model, names, _Visit(add_noise)):
-        rounded = log_probabilities(serving.score_drawn(drawn, temperature))
-    cached = log_probabilities(drawn.logits)
-    return not _rms(cached, plain) <= MAX_CACHE_ERROR * _rms(rounded, plain)
+        rounded = serving.score_drawn(drawn, temperature)
+    plain = drawn._replace(logits=serving.score_drawn(drawn, temperature))
+    return cached.rms > MAX_CACHE_ERROR * plain.record(rounded).rms
 
 
 @dataclass(frozen=True)
@@ -232,8 +235,8 @@ def cures(training: Side, serving: Side, batch: Batch) -> Iterator[Cure]:
     finer = tuple(_in_precision(spec, _FLOAT16) for spec in (ours, theirs))
     yield from _cure("float16 in place of bfloat16", (training, serving), (finer[0], finer[1]))
     for name in registry.precision_names():
-        if registry.load_precision(name).trains_for == serving.precision:
-            changed = _in_precision(ours, {training.precision: name})
+        if registry.load_precision(name).trains_for == serving.precision_name:
+            changed = _in_precision(ours, {training.precision_name: name})
             yield from _cure(f"training in {name}", (training, serving), (changed, theirs))
     if not serving.state.precision.freezes:
         yield from _cure("training in what serves", (training, serving), (theirs, theirs))
@@ -255,12 +258,18 @@ def _cure(what: str, sides: tuple[Side, Side], specs: tuple[RunSpec, RunSpec]) -
 
 def words_of(spec: RunSpec, base: RunSpec) -> list[str]:
     """Return the overrides that give a spec its precision, and its model's keys over another's."""
-    keys = {f"precision.{key}": value for key, value in _own_options(spec).items()}
-    model = dict(fmt.leaves(base.model, "model"))
-    leaves = fmt.leaves(spec.model, "model")
-    keys |= {key: value for key, value in leaves if model.get(key, value) != value}
-    options = [f"{key}={fmt.typed_value(value)}" for key, value in keys.items()]
-    return [f"precision={spec.precision['name']}", *options]
+    name = str(spec.precision["name"])
+    words = [f"precision={name}"]
+    nodes = {
+        "precision": (spec.precision, registry.precision_config(name)),
+        "model": (spec.model, base.model),
+    }
+    for group, (node, plain) in nodes.items():
+        before = dict(fmt.leaves(plain, group))
+        for key, value in fmt.leaves(node, group):
+            if before.get(key, value) != value:
+                words.append(f"{key}={fmt.typed_value(value)}")
+    return words
 
 
 def _own_options(spec: RunSpec) -> dict[str, Any]:
@@ -273,8 +282,13 @@ def _head(side: Side, batch: Batch) -> list[str]:
     """Return the last module with weights of its own that is called, and those that share them."""
     modules = dict(named_modules(side.model))
     own = {name: {*m.parameters(recurse=False)} for name, m in modules.items()}
-    _, tensors = _record(side, batch, comparable_modules(side.model))
-    called = [b.module for b in tensors if b.side == "out" and b.module != module_tape.ROOT]
+    called = []
+
+    def note(boundary: Boundary, tensor: Tensor) -> Tensor:
+        called.append(boundary.module)
+        return tensor
+
+    _scores(side, batch, comparable_modules(side.model) - {module_tape.ROOT}, note)
     weights = next((own[name] for name in reversed(called) if own[name]), set())
     return [name for name, parameters in own.items() if not weights.isdisjoint(parameters)]
 

@@ -1,7 +1,7 @@
 """mode=mismatch: measure the mismatch between what trains and what serves, explain and judge it."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from time import perf_counter
@@ -114,10 +114,9 @@ class Report:
         """Return the answer, in at most fifteen words."""
         training, serving = self.training.split()[0], self.serving.split()[0]
         numbers = f"mean ratio {self.worst.mean_ratio:.4g}, KL {self.worst.kl:.1e}"
-        if self.worst.rms <= self.floor_rms:
-            return f"{serving} differs from {training} by no more than their floor: {numbers}."
         verb = "serves" if self.is_accepted else "does not serve"
-        return f"{serving} {verb} what {training} trains: {numbers}."
+        floor = ", within their floor" if self.worst.rms <= self.floor_rms else ""
+        return f"{serving} {verb} what {training} trains{floor}: {numbers}."
 
     def details(self) -> Iterator[str]:
         """Yield the sentences below the answer."""
@@ -125,7 +124,7 @@ class Report:
         allowed = f"a mean ratio of {max_ratio:g} and a KL of {max_kl:g} nats per token"
         yield f"{self.training} trains, {self.serving} serves. Allowed: {allowed}."
         if not self.scored.rms and self.training != self.serving:
-            yield "Equal in every bit: of fresh weights a head may be 0. Type checkpoint=<a run>."
+            yield "Equal in every bit: a fresh head may be 0, which one of checkpoint=<run> is not."
         if self.cause:
             yield f"{self.cause} makes the difference, which rounding does not explain."
         elif self.contributions:
@@ -169,7 +168,7 @@ def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_contex
             try_batch(run, sides[0].state, loaders.val)
         names = (_name(*specs), _name(*specs[::-1]))
         report = Report(names[0], names[1], settings, compare_scores(*sides, batches))
-        prompts = prompts_of(run.task, batches[0]) if settings.new_tokens else None
+        prompts = prompts_of(sides[0], batches[0]) if settings.new_tokens else None
         if settings.new_tokens and prompts is None:
             report.notes.append("Nothing was generated: no unpadded text to continue.")
         _measure(report, sides, batches[0], prompts)
@@ -179,14 +178,24 @@ def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_contex
         del sides, cures  # else the models of a cure would be held beside these
         for cure in tried:
             try:
-                sides = build_sides(run, cure.specs, saved, batches[0])
-                left = [compare_scores(*sides, batches)]
-                if prompts is not None:
-                    left.append(compare_generation(*sides, prompts, settings)[0])
-                report.cures.append(replace(cure, left=max(left, key=report.excess)))
+                # No name holds the sides, which the next cure's would be beside.
+                left = _remaining(
+                    report, build_sides(run, cure.specs, saved, batches[0]), batches, prompts
+                )
+                report.cures.append(replace(cure, left=left))
             except (RunnerError, RuntimeError) as error:
                 report.cures.append(replace(cure, reason=errors.first_line(error)))
     return _record(run, report, conversion, perf_counter() - start)
+
+
+def _remaining(
+    report: Report, sides: tuple[Side, Side], batches: Sequence[Batch], prompts: Tensor | None
+) -> Mismatch:
+    """Return the record of two sides that is judged, of the data or of what they generate."""
+    left = [compare_scores(*sides, batches)]
+    if prompts is not None:
+        left.append(compare_generation(*sides, prompts, report.settings)[0])
+    return max(left, key=report.excess)
 
 
 def _name(spec: RunSpec, other: RunSpec) -> str:
@@ -232,11 +241,12 @@ def _measure(
         report.truncation = -drawn.kept.log().mean().item() + 0.0
         if not serving.cache_name:
             report.notes.append("No cache: the model's forward takes none.")
-        elif settings.cause and findings.cache_is_wrong(serving, drawn, settings.temperature):
-            report.cause = "the cache of keys and values"
         elif "cache" in settings.floor:
             own = serving.score_drawn(drawn, settings.temperature)
-            report.floor["serving: with a cache"] = drawn.record(own)
+            if findings.cache_is_wrong(serving, drawn, settings.temperature):
+                report.cause = "the cache of keys and values"
+            else:
+                report.floor["serving: with a cache"] = drawn.record(own)
     if settings.cause and report.scored.rms:
         rows = rows_of(batch, CAUSE_ROWS)
         comparison = findings.compare_modules(training, serving, rows)

@@ -178,14 +178,12 @@ class TokenScores(NamedTuple):
     def _of_row(cls, training: Tensor, serving: Tensor, labels: Tensor) -> "TokenScores":
         index = labels.clamp(min=0).unsqueeze(-1)
         ours, theirs = log_probabilities(training), log_probabilities(serving)
-        p, q = ours.exp(), theirs.exp()
-        # Terms of p - q, whose sum is 0, make each one positive: no digits cancel.
         return cls(
             ours.gather(-1, index).squeeze(-1),
             theirs.gather(-1, index).squeeze(-1),
             labels,
-            (q * (theirs - ours) - q + p).sum(-1),
-            (p * (ours - theirs) - p + q).sum(-1),
+            _divergence(theirs, ours),
+            _divergence(ours, theirs),
             ours.argmax(-1) != theirs.argmax(-1),
         )
 
@@ -212,6 +210,13 @@ class TokenScores(NamedTuple):
             kl_training=kl_training,
             flipped=flipped,
         )
+
+
+def _divergence(scores: Tensor, others: Tensor) -> Tensor:
+    """Return KL(p || q) of log-probabilities [..., C]; classes that p excludes add nothing."""
+    p, q = scores.exp(), others.exp()
+    # The terms q - p, whose sum is 0, make each summand positive: no digits cancel.
+    return (torch.where(p > 0, p * (scores - others), 0.0) - p + q).sum(-1)
 
 
 def widened(logits: Tensor) -> Tensor:

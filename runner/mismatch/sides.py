@@ -69,7 +69,7 @@ class Side:
         return self.state.task
 
     @property
-    def precision(self) -> str:
+    def precision_name(self) -> str:
         """Return the name of the precision."""
         return str(self.spec.precision["name"])
 
@@ -77,9 +77,14 @@ class Side:
     def cache_name(self) -> str:
         """Return the argument of the model's forward that takes the keys and values of earlier
         tokens, as Hugging Face's models take them; empty without one."""
-        names = signature(self.model.forward).parameters
-        has_others = {"input_ids", "use_cache"} <= {*names}
-        return next((name for name in CACHE_NAMES if name in names and has_others), "")
+        if not self.arguments >= {"input_ids", "use_cache"}:
+            return ""
+        return next((name for name in CACHE_NAMES if name in self.arguments), "")
+
+    @property
+    def arguments(self) -> set[str]:
+        """Return the names of the arguments of the model's forward."""
+        return {*signature(self.model.forward).parameters}
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -120,8 +125,7 @@ class Side:
     def _call(self, tokens: Tensor, **cache: Any) -> Any:
         """Return the model's output for int64 tokens [B, T], and the keywords of a cache."""
         tokens = tokens.to(self.state.device)
-        names = signature(self.model.forward).parameters
-        if "input_ids" not in names:
+        if "input_ids" not in self.arguments:
             return self.state.call(tokens)
         # Past the precision's cast of inputs, which would cast the cache; tokens are integers.
         with self.state.forward_context():
@@ -286,15 +290,15 @@ def predicts_next_token(task: Task) -> bool:
     return type(task) in (Language, CausalLM)
 
 
-def prompts_of(task: Task, batch: Batch) -> Tensor | None:
+def prompts_of(side: Side, batch: Batch) -> Tensor | None:
     """Return the first half of a batch's texts, int64 [B, T // 2], to continue; None where the task
     is no next-token prediction, or that half is padded."""
     tokens = batch[0]
     mask = None
     if isinstance(tokens, Mapping):
         mask = tokens.get("attention_mask")
-        tokens = tokens.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not predicts_next_token(task):
+        tokens = tokens.get("input_ids") if "input_ids" in side.arguments else None
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not predicts_next_token(side.task):
         return None
     half = tokens.shape[1] // 2
     is_padded = mask is not None and not mask[:, :half].bool().all()

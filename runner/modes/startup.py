@@ -6,7 +6,6 @@ later are explained by training_errors.py.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -399,7 +398,7 @@ def watched_casts(run: RunContext, state: TrainState) -> Iterator[None]:
     with CastCacheWatch(state.plain_model) as watch:
         yield
     if watch.rewritten and state.plan.caches_casts:
-        state.plan = replace(state.plan, caches_casts=False)
+        state.cast_at_each_use()
         run.say(
             f"the forward changes {fmt.first_names([*watch.rewritten], 4)} between two uses: "
             "autocast "

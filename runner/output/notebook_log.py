@@ -19,15 +19,11 @@ _LIBRARIES = (*_HIDDEN_FILES, *map(sysconfig.get_path, ("stdlib", "purelib", "pl
 
 
 class NotebookLog(io.StringIO):
-    """A stream whose text a notebook's cell shows, folded under a line, with a bar above it.
-
-    Attributes:
-        title: the line that the text is folded under; empty for its last one.
-    """
+    """A stream whose text a notebook's cell shows, folded under a line, with a bar above it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.title = ""
+        self._title = ""
         self._bar = ""
         self._next_at = 0.0
         self._handle: Any = None
@@ -37,6 +33,10 @@ class NotebookLog(io.StringIO):
         count = super().write(text)
         self.show()
         return count
+
+    def fold_under(self, title: str) -> None:
+        """Set the line that the text is folded under, in place of its last one."""
+        self._title = title
 
     def show_bar(self, text: str, percent: float | None = None) -> None:
         """Show a line in place of the one before, beside a bar where a percentage is given."""
@@ -52,7 +52,7 @@ class NotebookLog(io.StringIO):
         from IPython.display import HTML, display
 
         self._next_at = monotonic() + _UPDATE_SECONDS
-        title = html.escape(terminal.sanitize(self.title) or text.rpartition("\n")[2] or "log")
+        title = html.escape(terminal.sanitize(self._title) or text.rpartition("\n")[2] or "log")
         log = f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
         page = HTML(log if is_last else self._bar + log)
         if self._handle is None:

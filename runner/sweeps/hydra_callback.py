@@ -118,7 +118,8 @@ class SweepCallback(Callback):
             # Now, so that the store exists before any job needs it.
             name = sweep_name(config)
             sweep = Sweep(folder, overrides, tracking, self._resume, left_out, name)
-            sweep.accepts_untried = self._skip_refused
+            if self._skip_refused:
+                sweep.accept_untried_jobs()
             Sweep.current = sweep
             accepted = config.advise
             sweep.update_manifest(tolerance=accepted.tolerance, max_gap=accepted.max_gap)

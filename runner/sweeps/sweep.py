@@ -110,8 +110,6 @@ class Sweep:
 
     Attributes:
         current: the sweep of this process, if it runs one.
-        accepts_untried: jobs that were not tried are no failure as long as another one finishes.
-        early_end: why the sweep ends before its last job, which its end prints.
     """
 
     current: "Sweep | None" = None
@@ -126,8 +124,8 @@ class Sweep:
         name: str = "sweep",
     ) -> None:
         self.folder = folder
-        self.accepts_untried = False
-        self.early_end = ""
+        self._accepts_untried = False
+        self._early_end = ""
         self._has_begun = False
         self._has_new_folder = not folder.exists()
         files.check_links(folder)
@@ -198,6 +196,14 @@ class Sweep:
         self.tracker.open(info)
         self.tracker.note(notes.running_note(command))
 
+    def accept_untried_jobs(self) -> None:
+        """Let jobs that were not tried be no failure as long as another one finishes."""
+        self._accepts_untried = True
+
+    def end_early(self, reason: str) -> None:
+        """Let the sweep end before its last job, for a reason that its end prints."""
+        self._early_end = reason
+
     def update_manifest(self, **fields: Any) -> None:
         """Change fields of the manifest, and write it for the jobs."""
         self.manifest = replace(self.manifest, **fields)
@@ -216,7 +222,7 @@ class Sweep:
             when none failed and this machine lacks what some need, or none was tried; the exit
             status of a gate; `status` itself after a stop.
         """
-        is_stopped = status > 128 or bool(self.early_end)
+        is_stopped = status > 128 or bool(self._early_end)
         if self._has_begun:
             print("comparing the jobs ...", flush=True)
         data = load_from_folder(self.folder, is_stopped)
@@ -228,7 +234,7 @@ class Sweep:
             return status
         self.begin()
         busy = self._busy_share()
-        data = replace(data, busy=busy, accepts_untried=self.accepts_untried)
+        data = replace(data, busy=busy, accepts_untried=self._accepts_untried)
         answer = data.answer
         text = terminal.sanitize(answer.sentence)
         ended = {"finished": not data.is_unfinished, "busy": busy, "answer": text}
@@ -239,8 +245,8 @@ class Sweep:
         console = plain_console()
         if not data.request:
             _print_errors(console, data.results)
-        if self.early_end:
-            console.print(self.early_end, soft_wrap=not console.is_terminal)
+        if self._early_end:
+            console.print(self._early_end, soft_wrap=not console.is_terminal)
         # Before the report: its charts and its upload take seconds.
         if not self.joins_other_sweep:
             print_answer(console, data)
@@ -389,7 +395,7 @@ def end_if_failed(folder: Path) -> bool:
     result = RunResult.read(folder)
     has_failed = result.status == "failed"
     if has_failed and Sweep.current:
-        Sweep.current.early_end = (
+        Sweep.current.end_early(
             f"sweep.fail_fast=true: {result.label} has failed; no further job was started."
         )
     return has_failed

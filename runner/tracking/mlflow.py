@@ -226,7 +226,7 @@ class MlflowTracker(Tracker):
                 self._writer.keep_alive,
             )
         if killed or stopped():
-            self._writer.stop_requested = True
+            self._writer.request_stop()
         self._warn_of_missing(status)
 
     @property

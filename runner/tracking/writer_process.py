@@ -98,9 +98,6 @@ class WriterProcess:
     """One writer process, shared by all runs of this process.
 
     A writer that dies is restarted, up to three starts in all. The journals make that harmless.
-
-    Attributes:
-        stop_requested: this process was asked to stop, and the writer outlives it.
     """
 
     def __init__(self) -> None:
@@ -109,7 +106,7 @@ class WriterProcess:
         self._journals: list[JournalStatus] = []
         self._starts = 0
         self._finishing = False
-        self.stop_requested = False
+        self._stop_requested = False
 
     def add_journal(self, journal: Path) -> None:
         """Have the writer upload a journal; start the writer if none runs."""
@@ -144,6 +141,10 @@ class WriterProcess:
         self._start(folder)
         return None
 
+    def request_stop(self) -> None:
+        """Have the writer outlive this process, which was asked to stop."""
+        self._stop_requested = True
+
     def finish(self) -> None:
         """Tell the writer that no more journals follow: it uploads what it has and ends."""
         if os.getpid() != self.owner:
@@ -159,7 +160,7 @@ class WriterProcess:
         this process.
         """
         self.finish()
-        if self.stop_requested or self.process is None or os.getpid() != self.owner:
+        if self._stop_requested or self.process is None or os.getpid() != self.owner:
             return
         if not self._unfinished():
             with suppress(subprocess.TimeoutExpired):

@@ -93,3 +93,16 @@ def test_truncation_shifts_log_probabilities_by_the_kept_mass(top_k, top_p):
 def test_log_probabilities_of_other_shapes_are_refused(shape, mask):
     with pytest.raises(ValueError, match=r"of one shape \[B, T\] and a mask"):
         compare_log_probabilities(torch.zeros(2, 4), torch.zeros(shape), mask)
+
+
+def test_excluded_classes_add_nothing_to_the_divergence():
+    logits = torch.randn(2, 3, 6, generator=GENERATOR)
+    logits[..., 4] = -math.inf
+    labels = torch.zeros(2, 3, dtype=torch.int64)
+    record = TokenScores.record([TokenScores.of(logits, logits, labels)])
+    assert (record.kl_serving, record.kl_training, record.rms) == (0, 0, 0)
+    other = logits.clone()
+    other[..., 4] = 0.0
+    record = TokenScores.record([TokenScores.of(logits, other, labels)])
+    assert record.kl_serving == math.inf  # the training side excludes what serves
+    assert 0 < record.kl_training < math.inf

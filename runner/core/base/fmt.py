@@ -115,10 +115,18 @@ def typed_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(typed_value, value))}]"
+        return f"[{','.join(map(_typed_item, value))}]"
     return str(value)
 
 
+def _typed_item(value: Any) -> str:
+    """Return an item of a list as it is typed; a text in quotes where it would be read as more."""
+    is_plain = not isinstance(value, str) or _PLAIN_ITEM.fullmatch(value)
+    return typed_value(value) if is_plain else quote_value(value)
+
+
+_PLAIN_ITEM = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_*][\w.*/-]*", re.IGNORECASE)
+"""Texts that Hydra's grammar reads as texts, and takes without quotes."""
 _CONTAINER_MODULES = ("builtins", "collections", "collections.abc", "typing")
 """Modules of the classes that a list or a mapping of YAML can stand for."""
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -286,6 +286,10 @@ class TrainState:
     loss_weights: dict[str, float] = field(default_factory=dict)
     hooks: StepHooks = field(default_factory=StepHooks)
     plan: ConversionPlan = ConversionPlan()
+
+    def cast_at_each_use(self) -> None:
+        """Have autocast cast weights at each use: the forward changes some between two uses."""
+        self.plan = replace(self.plan, caches_casts=False)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the precision's context around a forward."""

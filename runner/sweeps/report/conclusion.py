@@ -359,7 +359,8 @@ def _unjudged_conclusion(others: Sequence[Comparison]) -> Conclusion:
     timed = [other for other in others if other.speed_ratio and other.group.is_complete]
     if not timed:
         return Conclusion(f"Stay with {BASELINE}: {_no_speed_reason(others)}.")
-    fastest = _fastest(timed)
+    # What is no faster to an equal loss hides nothing that is.
+    fastest = _fastest([other for other in timed if other.speed_verdict == "faster"] or timed)
     is_faster = fastest.speed_verdict == "faster"
     if is_faster and fastest.has_stalled:
         return _open_conclusion(fastest, others)
