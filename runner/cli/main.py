@@ -64,8 +64,7 @@ def _run_command(argv: Sequence[str]) -> int:
         print(f"runner {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         return 0
     try:
-        # Python decodes bytes of argv that are not UTF-8 to lone surrogates (PEP 383).
-        invalid = next((text for text in argv if re.search("[\ud800-\udfff]", text)), None)
+        invalid = next((text for text in argv if not _is_text(text)), None)
         if invalid is not None:
             raise ConfigError(f"{invalid} is not valid UTF-8.")
         command = Room.all_commands().get(argv[0]) if argv else None
@@ -160,3 +159,9 @@ def _has_open_sweep() -> bool:
     """Return whether this process runs a sweep, which must be ended before the process exits."""
     module = sweep_module()
     return module is not None and module.Sweep.current is not None
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a text is valid Unicode; an argument with bytes that are not UTF-8 is not."""
+    # Python decodes such bytes of argv to lone surrogates (PEP 383).
+    return not re.search("[\ud800-\udfff]", text)

@@ -165,34 +165,7 @@ WaitContext = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(eq=False, repr=False)
-class BatchSource:
-    """What the loaders of map-style data sets and of streams are made of.
-
-    Attributes:
-        dataset: what it loads.
-        batch_size: examples in a micro-batch, in all processes.
-        seed: determines what is drawn at random, together with the epoch's number.
-        device: where batches go.
-        options: how batches are loaded and split.
-        wait_context: makes the context around each wait for a loading process, which a signal may
-            interrupt.
-        has_failed: whether the last wait for a loading process raised an error.
-        start: where the run begins to train on these data.
-    """
-
-    dataset: Any
-    batch_size: int
-    _: KW_ONLY
-    seed: int
-    device: torch.device
-    options: LoaderOptions = DEFAULT_OPTIONS
-    wait_context: WaitContext = field(default=nullcontext, init=False)
-    has_failed: bool = field(default=False, init=False)
-    start: batch_layout.StartingPoint = field(default=batch_layout.FIRST_STEP, init=False)
-
-
-@dataclass(eq=False, repr=False)
-class Loader(BatchSource):
+class Loader:
     """Micro-batches of a data set on the run's device; the last of an epoch may be smaller.
 
     A TensorDataset, data held on the device and, without loading processes, a data set with
@@ -200,19 +173,35 @@ class Loader(BatchSource):
     DataLoader, whose processes call `batch(indices)` where the data set has it. With a collator
     every data set is loaded example by example.
 
-    The data set yields (input, target), or what its batches' layout says.
-
     Attributes:
+        dataset: yields (input, target), or what its batches' layout says.
+        batch_size: examples in a micro-batch.
         shuffle: a new order in each epoch, where no sampler decides it.
+        seed: determines the orders, together with the epoch's number.
+        device: where batches go.
+        options: how many processes load, which part, and what is held on the device.
+        wait_context: makes the context around each wait for a loading process, which a signal may
+            interrupt.
+        has_failed: whether the last wait for a loading process raised an error.
+        start: where the run begins to train on these data.
 
     Raises:
         ConfigError: the data set cannot be held, or makes batches beside a collator.
     """
 
-    shuffle: bool = field(kw_only=True)
+    dataset: Dataset[Any]
+    batch_size: int
+    _: KW_ONLY
+    shuffle: bool
+    seed: int
+    device: torch.device
+    options: LoaderOptions = DEFAULT_OPTIONS
+    wait_context: WaitContext = field(default=nullcontext, init=False)
+    has_failed: bool = field(default=False, init=False)
+    start: batch_layout.StartingPoint = field(default=batch_layout.FIRST_STEP, init=False)
 
     def __post_init__(self) -> None:
-        self.examples = len(self.dataset)
+        self.examples = len(self.dataset)  # type: ignore[arg-type]
         collator = self.options.collator
         self.device_dataset = None
         if collator is None:

@@ -13,8 +13,8 @@ time. A stream has no such order, and its samples no indices.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -36,8 +36,10 @@ from runner.core import (
 )
 from runner.data.collate import collate, error_with_line
 from runner.data.loader import (
-    BatchSource,
+    DEFAULT_OPTIONS,
     Loader,
+    LoaderOptions,
+    WaitContext,
     checked_batch,
     move_batches,
     restored_random_state,
@@ -194,17 +196,32 @@ def stream_problems(spec: RunSpec, train: Any, evaluated: Mapping[str, Any]) -> 
 
 
 @dataclass(eq=False, repr=False)
-class StreamLoader(BatchSource):
+class StreamLoader:
     """Micro-batches of a stream on the run's device; the last of a pass may be smaller.
 
-    The data set, an IterableDataset, yields examples of any layout. `options.workers` is 0, or 1 to
-    read ahead.
-
     Attributes:
+        dataset: an IterableDataset, which yields examples of any layout.
+        batch_size: examples in a micro-batch, in all processes.
+        seed: of what is drawn at random from torch's, numpy's and Python's generators.
+        device: where batches go.
+        options: how batches are loaded and split; `workers` is 0, or 1 to read ahead.
+        wait_context: makes the context around each wait for the loading process, which a signal may
+            interrupt.
         examples: of the pass that ended last; 0 before.
+        has_failed: whether the last wait for the loading process raised an error.
+        start: where the run begins to train on these data.
     """
 
+    dataset: Any
+    batch_size: int
+    _: KW_ONLY
+    seed: int
+    device: torch.device
+    options: LoaderOptions = DEFAULT_OPTIONS
     examples: int = field(default=0, init=False)
+    wait_context: WaitContext = field(default=nullcontext, init=False)
+    has_failed: bool = field(default=False, init=False)
+    start: batch_layout.StartingPoint = field(default=batch_layout.FIRST_STEP, init=False)
     _last_batch: tuple[int, int] = field(default=(-1, 0), init=False)
     """First example and size of the batch that was read last."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -291,6 +291,7 @@ class TrainingSource:
         )
 
 
+@final
 class TrainerLossScale(LossScale):
     """The scale of a trainer's enabled GradScaler: its value is read, the trainer applies it."""
 

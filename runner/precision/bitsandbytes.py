@@ -6,7 +6,7 @@ that train, and products of int8 copies.
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class BitsandbytesPrecision(ConvertingPrecision):
     """Quantised weights in every nn.Linear and Conv1D; the rest keeps its dtype, under autocast.

@@ -6,7 +6,7 @@ scales its operands anew in every step.
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ SCALED_MM_MULTIPLE = 16  # of every dimension that torch._scaled_mm takes
 MXFP8_MULTIPLE = 32  # numbers that share a scale, along any dimension that a product contracts
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class Float8Precision(ConvertingPrecision):
     """torchao's FP8 products for nn.Linear and Conv1D, bfloat16 elsewhere.

@@ -6,7 +6,7 @@ float16 has a loss scale, because its range is smaller than float32's; bfloat16 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from runner.precision.dynamic_loss_scale import DynamicLossScale, check_loss_sca
 from runner.precision.emulation.cpu_kernels import KernelChoice
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class MixedPrecision(BasePrecision):
     """An autocast forward over float32 parameters, with a loss scale for float16.

@@ -5,6 +5,7 @@ that the packed layers compute with. Weights are stored and trained in float32.
 """
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from runner.precision.layers.quantized_linear import FakeQuantizedLinear
 from runner.precision.quantized import WeightFormatPrecision
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class QatPrecision(WeightFormatPrecision):
     """Fake quantisation in every nn.Linear and Conv1D that `quantized` would pack.

@@ -5,7 +5,7 @@ qat-* train weights for it.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -102,6 +102,7 @@ class WeightFormatPrecision(ConvertingPrecision):
         return "weights" if self.format == "int4" else "weights and inputs"
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class QuantizedPrecision(WeightFormatPrecision):
     """Packed weights in every nn.Linear and Conv1D; the rest keeps its dtype.

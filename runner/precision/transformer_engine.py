@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ _NO_RECOMPUTE_REASON = (
 SCALING_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class TransformerEnginePrecision(ConvertingPrecision):
     """TransformerEngine's layers for nn.Linear and nn.LayerNorm, half precision elsewhere.

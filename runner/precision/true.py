@@ -5,6 +5,7 @@ tf32 stores float32 and differs from 32-true in its products, which have a 10-bi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -16,6 +17,7 @@ from runner.precision.optimizer_eps import check_eps
 from runner.precision.weight_updates import UpdateRule, check_update
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class TruePrecision(BasePrecision):
     """Parameters, gradients, optimizer state, inputs and compute in one dtype.

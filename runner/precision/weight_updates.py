@@ -18,7 +18,7 @@ remainders are those of NVIDIA's fused Adam in TransformerEngine.
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +84,14 @@ class WeightStore:
         torch._foreach_copy_(stepped.weights, stepped.wide)
 
 
+@final
 class Nearest(WeightStore):
     """What is left is lost, as where the optimizer steps 16-bit weights by itself."""
 
     name = "nearest"
 
 
+@final
 class MasterWeights(WeightStore):
     """The optimizer trains a float32 copy, and the stored weights are its rounding."""
 
@@ -106,6 +108,7 @@ class MasterWeights(WeightStore):
         return [*kept]
 
 
+@final
 class Remainders(WeightStore):
     """A bfloat16 weight and 16 bits that make it the float32 weight again, bit by bit.
 
@@ -139,6 +142,7 @@ class Remainders(WeightStore):
             remainder.copy_(bits - upper.bitwise_left_shift_(_LOW_BITS))
 
 
+@final
 class Kahan(WeightStore):
     """What the rounding of a weight lost is kept in the weight's dtype, and added the next time."""
 
@@ -159,6 +163,7 @@ class Kahan(WeightStore):
         torch._foreach_copy_(stepped.kept, left)
 
 
+@final
 class StochasticRounding(WeightStore):
     """A weight is rounded up with a probability that is the share of the gap that it has passed."""
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from runner.core import (
     ConfigError,
@@ -50,6 +50,7 @@ DISK_WAIT_SECONDS = 10.0
 """Upper bound on waiting, at the end of a run, until a full disk has room."""
 
 
+@final
 class MlflowTracker(Tracker):
     """The record of one run, uploaded to an MLflow store.
 

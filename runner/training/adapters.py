@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ ADAPTER = "default"
 _ITERATIONS = 16
 
 
+@final
 @dataclass(eq=False)
 class Lora:
     """Low-rank additions to linear layers, made by peft.

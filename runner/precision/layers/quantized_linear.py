@@ -9,7 +9,7 @@ Blackwell's products.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,7 @@ def format_of_packed(packed: PackedTensors) -> WeightFormat:
     return Int4Format(2 * weight.shape[1] // packed["weight_scale"].shape[1])
 
 
+@final
 class Int4Format(WeightFormat):
     """Integers from -8 to 7 with a float32 scale for each group of weights; inputs stay float.
 
@@ -136,6 +137,7 @@ class Int4Format(WeightFormat):
         return (groups * packed["weight_scale"][..., None]).flatten(1)
 
 
+@final
 class Int8Format(WeightFormat):
     """Integers of 8 bits for weights, with a scale per output, and for inputs, scaled per row.
 
@@ -181,6 +183,7 @@ class Int8Format(WeightFormat):
         return F.linear(rows, weight)
 
 
+@final
 class Nvfp4Format(WeightFormat):
     """E2M1 for weights and inputs, an E4M3 scale for each 16, one float32 scale for each tensor.
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
@@ -452,6 +452,7 @@ def prepare_sweeper(config: DictConfig) -> None:
     AdviseCommand.from_config(config)
 
 
+@final
 class AdviseSweeper(Sweeper):
     """A sweeper of Hydra that runs trials until the budget is used up."""
 

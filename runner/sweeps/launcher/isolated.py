@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from select import select
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -319,6 +319,7 @@ def prepare_launcher() -> None:
     shared_fork_server()
 
 
+@final
 class IsolatedLauncher(Launcher):
     """A launcher of Hydra whose jobs are processes of this machine.
 

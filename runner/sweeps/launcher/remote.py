@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -240,6 +240,7 @@ class StopFile(stop_signals.SignalHandler):
             raise stop_signals.Interrupted(number)
 
 
+@final
 class RemoteLauncher(Launcher):
     """A launcher of Hydra that runs jobs through another one, and records a result for each.
 

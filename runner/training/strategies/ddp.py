@@ -5,6 +5,7 @@ Source: Li et al., PyTorch Distributed, arXiv:2006.15704.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from runner.training.strategies.process_group import ProcessGroupStrategy
 _NOTHING = nullcontext()
 
 
+@final
 class DDP(ProcessGroupStrategy):
     """torch's DistributedDataParallel. Gradients of half precision are added in float32.
 

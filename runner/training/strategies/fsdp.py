@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from runner.training.strategies.process_group import ProcessGroupStrategy
 REDUCE_DTYPES: Mapping[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@final
 class FSDP(ProcessGroupStrategy):
     """torch's fully_shard, with one unit of weights gathered at a time.
 
