@@ -226,6 +226,13 @@ def build_sides(
     Raises:
         ConfigError, Unavailable: a side cannot compute here, or cannot take the weights.
     """
+    layouts = [targets.build_group("precision", spec.precision).layout for spec in specs]
+    if all(layouts) and layouts[0] != layouts[1]:
+        ours, theirs = (spec.precision["name"] for spec in specs)
+        raise ConfigError(
+            f"serving={theirs}: precision={ours} packs the weights, and {theirs} would pack them a "
+            "second time. Type serving=<a precision that packs nothing>, for example bf16-true."
+        )
     training = _build(run, specs[0], saved, batch)
     served = LoadedCheckpoint(Path("weights"), checkpoint_state_dict(training.state, specs[0]))
     try:

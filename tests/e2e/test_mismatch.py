@@ -113,6 +113,7 @@ def test_each_class_of_an_image_counts(main, tmp_path, result):
         ("serving=int8 mismatch.batches=0", "mismatch.batches=0 is too small"),
         ("serving=int8 data=signals task=regression", "Regression predicts none"),
         ("serving=model.width=64,model.layers=9", "serving="),
+        ("serving=int8 precision=bnb-nf4", "precision=bnb-nf4 packs the weights, and int8"),
         ("serving=train.batch_size=9", "both executions have the same train.batch_size"),
     ],
 )
