@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
 from bench.common import parse_options, table, write
-from runner.core.run.run_result import RunResult
+from bench.sweep_errors import job
 from runner.sweeps.report.load import load_from_folder
 from runner.sweeps.report.wording import format_range, format_ratio
 from runner.sweeps.verdict import equal_loss
@@ -73,23 +73,6 @@ SETTINGS = (
 PLATEAUS = (0.0, 0.5, 0.6, 0.7)
 
 
-def job(precision: str, seed: int, loss: float, speed: float) -> RunResult:
-    """Return the result of a job."""
-    return RunResult(
-        precision=precision,
-        label=f"{precision} seed={seed}",
-        folder="",
-        group=precision,
-        seed=seed,
-        device="simulated",
-        quality="val/loss",
-        direction="min",
-        metrics={"val/loss": loss},
-        examples_per_second=100 * speed,
-        step_ms=10 / speed,
-    )
-
-
 def simulated_sweep(
     setting: Setting, draw: np.random.Generator, tolerance: Tolerance
 ) -> tuple[Comparison, list[tuple[Curve, Curve]]]:
@@ -115,7 +98,9 @@ def simulated_sweep(
             losses = factor * losses * np.exp(setting.noise * noise - setting.noise**2 / 2)
             speed = (SPEED if is_fast else 1.0) * exp(SPEED_DEVIATION * draw.standard_normal())
             pair.append(np.array([steps, steps, losses]))
-            results.append(job(precision, seed, float(losses[-1]), speed))
+            result = job(precision, seed, float(losses[-1]))
+            timed = replace(result, examples_per_second=100 * speed, step_ms=10 / speed)
+            results.append(timed)
             curves[id(results[-1])] = {"train/loss": pair[-1]}
         pairs.append((pair[0], pair[1]))
     compared = compare_with_baselines(results, tolerance=tolerance)

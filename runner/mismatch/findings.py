@@ -177,7 +177,7 @@ def wrong_module(comparison: BatchComparison) -> str:
     return divergence.row.module
 
 
-def cache_is_wrong(serving: Side, drawn: Generation, temperature: float) -> bool:
+def cache_is_wrong(serving: Side, text: Generation, temperature: float) -> bool:
     """Return whether what was drawn with a cache differs from the same side without one by more
     than rounding explains."""
     # Many models compute their norms in float32, whatever their precision.
@@ -189,11 +189,11 @@ def cache_is_wrong(serving: Side, drawn: Generation, temperature: float) -> bool
         noise = size * (2 * torch.rand_like(tensor, dtype=torch.float32) - 1)
         return (tensor * (1 + noise)).to(tensor.dtype)
 
-    cached = drawn.record(serving.score_drawn(drawn, temperature))
+    cached = text.record(serving.score_text(text, temperature))
     names = comparable_modules(serving.model)
     with visited_modules(serving.model, names, _Visit(add_noise)):
-        rounded = serving.score_drawn(drawn, temperature)
-    plain = drawn._replace(logits=serving.score_drawn(drawn, temperature))
+        rounded = serving.score_text(text, temperature)
+    plain = text._replace(logits=serving.score_text(text, temperature))
     return cached.rms > MAX_CACHE_ERROR * plain.record(rounded).rms
 
 
@@ -205,14 +205,14 @@ class Cure:
         what: in words.
         specs: of the side that trains, and of the one that serves.
         words: overrides to type in place of the command's own for these keys.
-        left: what remains of the mismatch; None where it cannot be tried.
+        remainder: what remains of the mismatch; None where it cannot be tried.
         reason: why not.
     """
 
     what: str
     specs: tuple[RunSpec, RunSpec]
     words: Sequence[str]
-    left: Mismatch | None = None
+    remainder: Mismatch | None = None
     reason: str = ""
 
 

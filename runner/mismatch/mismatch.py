@@ -55,8 +55,8 @@ class Report:
     Attributes:
         training, serving: the overrides that each side has of its own.
         settings: what was measured, and what is allowed.
-        scored: the record of the validation batches.
-        generated: of generated tokens; None without a generation.
+        data: the record of the validation batches.
+        generation: of generated tokens; None without a generation.
         truncation: mean of -log(kept mass) of the generation, in nats.
         floor: by side and what was changed, the record of a side against itself.
         cause: the module that makes the difference; empty where rounding explains all of it.
@@ -69,8 +69,8 @@ class Report:
     training: str
     serving: str
     settings: MismatchSpec
-    scored: Mismatch
-    generated: Mismatch | None = None
+    data: Mismatch
+    generation: Mismatch | None = None
     truncation: float = 0.0
     floor: dict[str, Mismatch] = field(default_factory=dict)
     cause: str = ""
@@ -81,8 +81,8 @@ class Report:
 
     @property
     def worst(self) -> Mismatch:
-        """Return the record that is judged: of the data or of what was generated."""
-        return max(filter(None, (self.generated, self.scored)), key=self.excess)
+        """Return the record that is judged: of the data or of the generation."""
+        return max(filter(None, (self.generation, self.data)), key=self.excess)
 
     def excess(self, record: Mismatch) -> float:
         """Return how far a record is over what is allowed; infinite for NaN."""
@@ -107,7 +107,7 @@ class Report:
     @property
     def cure(self) -> findings.Cure | None:
         """Return the cheapest cure that is enough."""
-        return next((cure for cure in self.cures if self.accepts(cure.left)), None)
+        return next((cure for cure in self.cures if self.accepts(cure.remainder)), None)
 
     @property
     def sentence(self) -> str:
@@ -123,7 +123,7 @@ class Report:
         max_ratio, max_kl = self.settings.max_ratio, self.settings.max_kl
         allowed = f"a mean ratio of {max_ratio:g} and a KL of {max_kl:g} nats per token"
         yield f"{self.training} trains, {self.serving} serves. Allowed: {allowed}."
-        if not self.scored.rms and self.training != self.serving:
+        if not self.data.rms and self.training != self.serving:
             yield "Equal in every bit: a fresh head may be 0, which one of checkpoint=<run> is not."
         if self.cause:
             yield f"{self.cause} makes the difference, which rounding does not explain."
@@ -131,7 +131,7 @@ class Report:
             modules, rms = next(iter(self.contributions.items()))
             yield (
                 f"Rounding alone. {modules} adds most of it: {rms:.2g} nats (rms) by its own "
-                f"errors, {self.scored.rms:.2g} by all."
+                f"errors, {self.data.rms:.2g} by all."
             )
         if any(self.flips.values()):
             layer, share = max(self.flips.items(), key=lambda one: one[1])
@@ -142,9 +142,9 @@ class Report:
                 "larger than these: -log of the kept mass."
             )
         yield from self.notes
-        if self.cure and self.cure.left:
-            left = f"{self.cure.left.mean_ratio:.5g}"
-            yield f"Cheapest cure: {self.cure.what}, leaves a mean ratio of {left}. Type"
+        if self.cure and self.cure.remainder:
+            ratio = f"{self.cure.remainder.mean_ratio:.5g}"
+            yield f"Cheapest cure: {self.cure.what}, leaves a mean ratio of {ratio}. Type"
 
 
 def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_context.RunOutcome:
@@ -179,10 +179,10 @@ def compare_sides(run: RunContext, saved: LoadedCheckpoint | None) -> run_contex
         for cure in tried:
             try:
                 # No name holds the sides, which the next cure's would be beside.
-                left = _remaining(
+                remainder = _remaining(
                     report, build_sides(run, cure.specs, saved, batches[0]), batches, prompts
                 )
-                report.cures.append(replace(cure, left=left))
+                report.cures.append(replace(cure, remainder=remainder))
             except (RunnerError, RuntimeError) as error:
                 report.cures.append(replace(cure, reason=errors.first_line(error)))
     return _record(run, report, conversion, perf_counter() - start)
@@ -237,17 +237,17 @@ def _measure(
         found = measure_floor(side, batch, settings.floor)
         report.floor |= {f"{role}: other {kind}": record for kind, record in found.items()}
     if prompts is not None:
-        report.generated, drawn = compare_generation(*sides, prompts, settings)
-        report.truncation = -drawn.kept.log().mean().item() + 0.0
+        report.generation, text = compare_generation(*sides, prompts, settings)
+        report.truncation = -text.kept_mass.log().mean().item() + 0.0
         if not serving.cache_name:
             report.notes.append("No cache: the model's forward takes none.")
         elif "cache" in settings.floor:
-            own = serving.score_drawn(drawn, settings.temperature)
-            if findings.cache_is_wrong(serving, drawn, settings.temperature):
+            own = serving.score_text(text, settings.temperature)
+            if findings.cache_is_wrong(serving, text, settings.temperature):
                 report.cause = "the cache of keys and values"
             else:
-                report.floor["serving: with a cache"] = drawn.record(own)
-    if settings.cause and report.scored.rms:
+                report.floor["serving: with a cache"] = text.record(own)
+    if settings.cause and report.data.rms:
         rows = rows_of(batch, CAUSE_ROWS)
         comparison = findings.compare_modules(training, serving, rows)
         report.flips = comparison.flips
@@ -266,13 +266,13 @@ def _record(
         run.say(line)
     if report.cure:
         run.say(f"    {terminal.quote_command(report.cure.words)}")
-    metrics = report.scored.metrics()
-    metrics |= report.generated.metrics("mismatch/generated") if report.generated else {}
+    metrics = report.data.metrics()
+    metrics |= report.generation.metrics("mismatch/generation") if report.generation else {}
     metrics |= {f"mismatch/flips/{layer}": share for layer, share in report.flips.items()}
     summary = {
-        "mismatch/mean_ratio": report.scored.mean_ratio,
-        "mismatch/kl": report.scored.kl,
-        "mismatch/rms": report.scored.rms,
+        "mismatch/mean_ratio": report.data.mean_ratio,
+        "mismatch/kl": report.data.kl,
+        "mismatch/rms": report.data.rms,
         "mismatch/floor_rms": report.floor_rms,
         "mismatch/truncation_bias": report.truncation,
         "mismatch/accepted": float(report.is_accepted),
@@ -302,9 +302,9 @@ def page_blocks(report: Report) -> Iterator[Block]:
     yield Text(" ".join(report.details()))
     if report.cure:
         yield Commands([terminal.quote_command(report.cure.words)])
-    columns = {"on the data": report.scored}
-    if report.generated:
-        columns["generated"] = report.generated
+    columns = {"on the data": report.data}
+    if report.generation:
+        columns["generated"] = report.generation
     yield Heading("How far apart")
     yield _records_table("", columns)
     if report.floor:
@@ -322,13 +322,15 @@ def page_blocks(report: Report) -> Iterator[Block]:
             yield Table(head, rows)
     if report.cures:
         yield Heading("What was tried, the cheapest first")
-        yield _records_table("cure", {one.what: one.left for one in report.cures if one.left})
+        yield _records_table(
+            "cure", {one.what: one.remainder for one in report.cures if one.remainder}
+        )
         yield Items([(one.what, one.reason) for one in report.cures if one.reason])
 
 
 def _records_table(title: str, records: Mapping[str, Mismatch]) -> Table:
     head = [title, "tokens", "mean ratio", "KL, nats", "rms, nats", "99.9 %", "outside 0.9 to 1.1"]
-    head += ["outside 0.8 to 1.25", "worst", "flipped"]
+    head += ["outside 0.8 to 1.25", "worst", "argmax flips"]
     rows = []
     for name, one in records.items():
         row = [
@@ -336,7 +338,7 @@ def _records_table(title: str, records: Mapping[str, Mismatch]) -> Table:
             *(f"{one.rms:.2g}", f"{one.quantiles['0.999']:.2g}"),
             *(fmt.format_share(one.outside_narrow), fmt.format_share(one.outside_wide)),
             f"{one.worst:+.2g}",
-            "" if one.flipped is None else fmt.format_share(one.flipped),
+            "" if one.argmax_flips is None else fmt.format_share(one.argmax_flips),
         ]
         rows.append([*map(Cell, row)])
     return Table(head, rows)

@@ -40,7 +40,7 @@ class Mismatch:
             tokens, by n: powers of 2, and the longest sequence.
         kl_serving: KL(serving || training) over all classes, in nats; None without logits.
         kl_training: KL(training || serving) likewise.
-        flipped: share of tokens whose most probable class is another one; None without logits.
+        argmax_flips: share of tokens whose most probable class is another one; None without logits.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ class Mismatch:
     sequence_spread: Mapping[int, float] = field(default_factory=dict)
     kl_serving: float | None = None
     kl_training: float | None = None
-    flipped: float | None = None
+    argmax_flips: float | None = None
 
     @property
     def kl(self) -> float:
@@ -151,7 +151,7 @@ class TokenScores(NamedTuple):
         labels: the tokens, of which -100 does not count.
         kl_serving: KL(serving || training) over all classes, in nats.
         kl_training: KL(training || serving).
-        flipped: whether the most probable class is another one.
+        argmax_flips: whether the most probable class is another one.
     """
 
     training: Tensor
@@ -159,7 +159,7 @@ class TokenScores(NamedTuple):
     labels: Tensor
     kl_serving: Tensor
     kl_training: Tensor
-    flipped: Tensor
+    argmax_flips: Tensor
 
     @classmethod
     def of(cls, training: Tensor, serving: Tensor, labels: Tensor) -> "TokenScores":
@@ -202,13 +202,15 @@ class TokenScores(NamedTuple):
         )
         counted = labels != ignored
         base = compare_log_probabilities(training, serving, counted)
-        kl_serving, kl_training, flipped = (part[counted].double().mean().item() for part in exact)
+        kl_serving, kl_training, argmax_flips = (
+            part[counted].double().mean().item() for part in exact
+        )
         return replace(
             base,
             worst_place=(*base.worst_place, int(labels[base.worst_place])),
             kl_serving=kl_serving,
             kl_training=kl_training,
-            flipped=flipped,
+            argmax_flips=argmax_flips,
         )
 
 

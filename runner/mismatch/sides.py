@@ -110,16 +110,16 @@ class Side:
         rows = len(labels)
         return logits.reshape(rows, -1, logits.shape[-1]), labels.reshape(rows, -1).cpu()
 
-    def score_drawn(self, drawn: "Generation", temperature: float) -> Tensor:
+    def score_text(self, text: "Generation", temperature: float) -> Tensor:
         """Return the logits of drawn tokens, [B, N, V], by one forward without a cache.
 
         Args:
-            drawn: what was generated.
+            text: a generation.
             temperature: divides the logits.
         """
         with self.computing():
-            output = self._call(drawn.tokens)
-        logits = self.task.select(output)[:, -drawn.logits.shape[1] - 1 : -1]
+            output = self._call(text.tokens)
+        logits = self.task.select(output)[:, -text.logits.shape[1] - 1 : -1]
         return widened(logits).cpu() / temperature
 
     def _call(self, tokens: Tensor, **cache: Any) -> Any:
@@ -140,7 +140,7 @@ class Side:
         """
         name = self.cache_name
         tokens, cache = prompts, None
-        drawn, masses = [], []
+        outputs, masses = [], []
         with self.computing():
             for _ in range(min(settings.new_tokens, prompts.shape[1])):
                 new = tokens if cache is None else tokens[:, -1:]
@@ -148,7 +148,7 @@ class Side:
                 cache = part_of(output, name)
                 logits = self.task.select(output)[:, -1:]
                 logits = widened(logits).cpu() / settings.temperature
-                drawn.append(logits)
+                outputs.append(logits)
                 truncated, kept = truncate(
                     log_probabilities(logits[:, 0]), settings.top_k, settings.top_p
                 )
@@ -158,7 +158,7 @@ class Side:
                 is_finite = weights.isfinite().all(-1, keepdim=True)
                 weights = weights.where(is_finite, torch.ones_like(weights))
                 tokens = torch.cat([tokens, torch.multinomial(weights, 1)], 1)
-        return Generation(tokens, torch.cat(drawn, 1), torch.stack(masses, 1))
+        return Generation(tokens, torch.cat(outputs, 1), torch.stack(masses, 1))
 
 
 class Generation(NamedTuple):
@@ -167,12 +167,12 @@ class Generation(NamedTuple):
     Attributes:
         tokens: int64 [B, P + N], the prompts with what was drawn.
         logits: of the drawn tokens, before truncation, [B, N, V].
-        kept: probability of the tokens that were drawn from, [B, N].
+        kept_mass: probability of the tokens that were drawn from, [B, N].
     """
 
     tokens: Tensor
     logits: Tensor
-    kept: Tensor
+    kept_mass: Tensor
 
     def record(self, logits: Tensor) -> Mismatch:
         """Return the record of the drawn tokens against other logits of theirs, [B, N, V]."""
@@ -278,8 +278,8 @@ def compare_generation(
 ) -> tuple[Mismatch, Generation]:
     """Have one side continue prompts, int64 [B, P], and the other one score what it draws; return
     the record of the drawn tokens, and these."""
-    drawn = serving.generate(prompts, settings)
-    return drawn.record(training.score_drawn(drawn, settings.temperature)), drawn
+    text = serving.generate(prompts, settings)
+    return text.record(training.score_text(text, settings.temperature)), text
 
 
 def check_task(run: RunContext) -> None:

@@ -32,14 +32,14 @@ def test_an_accepted_pair_is_printed_written_and_recorded(
     assert report["accepted"] is True
     assert report["sentence"] == answer[0]
     assert {"training: other batch", "serving: other padding"} <= {*report["floor"]}
-    assert report["generated"]["tokens"] == 2 * 8
+    assert report["generation"]["tokens"] == 2 * 8
     assert "No cache: the model's forward takes none." in report["notes"]
     page = (folder / "mismatch.html").read_text()
     assert answer[0] in re.sub("<[^>]+>", "", page)
     assert "<script" not in page
     client, run_id = reader(), values["run_id"]
     run = client.get_run(run_id)
-    assert run.data.metrics["mismatch/mean_ratio"] == report["scored"]["mean_ratio"]
+    assert run.data.metrics["mismatch/mean_ratio"] == report["data"]["mean_ratio"]
     assert run.data.metrics["mismatch/accepted"] == 1
     assert run.data.tags["serving"] == "bf16-true"
     names = {file.path for file in client.list_artifacts(run_id)}
@@ -52,7 +52,7 @@ def test_a_rejected_pair_exits_with_1_and_names_a_cure(main, tmp_path, result):
     assert "bf16-true does not serve what bf16-mixed trains" in done.stdout
     assert "    precision=16-mixed serving=precision=16-true\n" in done.stdout
     report = read_json(tmp_path / result(tmp_path)["folder"] / "mismatch.json")
-    tried = {cure["what"]: cure["left"]["mean_ratio"] for cure in report["cures"]}
+    tried = {cure["what"]: cure["remainder"]["mean_ratio"] for cure in report["cures"]}
     assert [*tried] == [
         "the head in float32",
         "float16 in place of bfloat16",
@@ -72,7 +72,7 @@ def test_float16_is_eight_times_nearer_than_bfloat16(main, tmp_path, result):
         words += ["+model.kind=llama", f"serving={precision}", "mismatch.cause=false"]
         main(*words, "task=language", "precision=32-true", "tracking=none").check_ok()
         report = read_json(tmp_path / result(tmp_path)["folder"] / "mismatch.json")
-        rms[precision] = report["scored"]["rms"]
+        rms[precision] = report["data"]["rms"]
     assert 7 < rms["bf16-true"] / rms["16-true"] < 9
 
 
@@ -82,7 +82,7 @@ def test_a_cache_changes_nothing_in_float64(main, tmp_path, result):
     main(*words, *"mode=mismatch precision=64-true serving=64-true tracking=none".split())
     report = read_json(tmp_path / result(tmp_path)["folder"] / "mismatch.json")
     assert report["floor"]["serving: with a cache"]["rms"] < 1e-13
-    assert report["generated"]["mean_ratio"] == pytest.approx(1, abs=1e-12)
+    assert report["generation"]["mean_ratio"] == pytest.approx(1, abs=1e-12)
     assert report["sentence"].startswith("64-true serves what 64-true trains, within their floor:")
 
 
@@ -99,8 +99,8 @@ def test_each_class_of_an_image_counts(main, tmp_path, result):
     printed = main(*typed, "mismatch.batches=1").check_ok().stdout
     assert "Nothing was generated: no unpadded text to continue." in printed
     report = read_json(tmp_path / result(tmp_path)["folder"] / "mismatch.json")
-    assert report["scored"]["tokens"] == 64
-    assert report["scored"]["kl_serving"] > 0
+    assert report["data"]["tokens"] == 64
+    assert report["data"]["kl_serving"] > 0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_each_class_of_an_image_counts(main, tmp_path, result):
         ("serving=int8 mismatch.floor=[bach]", "mismatch.floor=[bach] is not allowed"),
         ("serving=int8 mismatch.batches=0", "mismatch.batches=0 is too small"),
         ("serving=int8 data=signals task=regression", "Regression predicts none"),
-        ("serving=model.width=64,model.layers=9", "serving="),
+        ("serving=model.width=64,model.layers=9", "there is no key model.width"),
         ("serving=int8 precision=bnb-nf4", "precision=bnb-nf4 packs the weights, and int8"),
         ("serving=train.batch_size=9", "both executions have the same train.batch_size"),
     ],
@@ -135,7 +135,7 @@ def test_every_number_by_hand(main, tmp_path):
     words = "mode=mismatch precision=bf16-mixed serving=bf16-true task=language tracking=none"
     more = ["train.batch_size=4", "mismatch.new_tokens=0", "mismatch.cause=false"]
     result = runner.run([*words.split(), *more], model=model, data=(data, data), quiet=True)
-    record = read_json(tmp_path / result.folder / "mismatch.json")["scored"]
+    record = read_json(tmp_path / result.folder / "mismatch.json")["data"]
 
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
@@ -157,7 +157,7 @@ def test_every_number_by_hand(main, tmp_path):
         "mean_ratio": d.abs().exp().mean(),
         "k1": -d.mean(),
         "k3": (ratio - 1 - d).mean(),
-        "flipped": (training.argmax(-1) != serving.argmax(-1)).double().mean(),
+        "argmax_flips": (training.argmax(-1) != serving.argmax(-1)).double().mean(),
     }
     for name, value in by_hand.items():
         assert record[name] == pytest.approx(float(value), rel=1e-5), name
@@ -227,14 +227,14 @@ def test_each_pixel_counts(main):
     images = torch.randn(8, 3, 16, 16)
     labels = torch.randint(4, (8, 16, 16))
     report = in_python(Pixels(), images, labels, "serving=bf16-true", "task=segmentation")
-    assert report["scored"]["tokens"] == 8 * 16 * 16
+    assert report["data"]["tokens"] == 8 * 16 * 16
     assert "serving: other padding" not in report["floor"]
 
 
 def test_a_model_that_sees_all_tokens_has_no_other_padding(main):
     report = in_python(Bidirectional(), TOKENS, TOKENS, "serving=bf16-true", "task=masked_lm")
     assert [*report["floor"]] == ["training: other batch", "serving: other batch"]
-    assert report["generated"] is None
+    assert report["generation"] is None
 
 
 def test_numbers_that_are_not_finite_are_rejected(main):
@@ -263,8 +263,8 @@ def test_the_words_of_a_cure_do_what_was_tried(main, tmp_path, result, place):
     kept = [word for word in pair if word.partition("=")[0] not in typed]
     main(*kept, *typed.values(), *rest, "mismatch.cures=false")
     again = read_json(tmp_path / result(tmp_path)["folder"] / "mismatch.json")
-    judged = [again["scored"]["mean_ratio"], again["generated"]["mean_ratio"]]
-    assert pytest.approx(cure["left"]["mean_ratio"], rel=1e-7) in judged
+    judged = [again["data"]["mean_ratio"], again["generation"]["mean_ratio"]]
+    assert pytest.approx(cure["remainder"]["mean_ratio"], rel=1e-7) in judged
 
 
 def test_a_cold_temperature_does_not_accuse_the_cache(main, tmp_path, result):
@@ -277,6 +277,7 @@ def test_a_cold_temperature_does_not_accuse_the_cache(main, tmp_path, result):
 
 
 def test_an_error_of_another_kind_is_no_rejection(main):
-    words = ("mode=mismatch", "model=mlp", "data=digits", "serving=bf16-true", "tracking=none")
-    done = main(*words, "~model", "+model._target_=nets.Nothing")
+    words = "mode=mismatch ~model data=digits serving=bf16-true tracking=none".split()
+    done = main(*words, "+model._target_=planted_sides.Batches")
     assert done.rc == 2
+    assert "RuntimeError: this model takes no batch of one" in done.stderr

@@ -63,5 +63,5 @@ def test_rounding_is_no_cause(main, result, tmp_path, kind, training, serving):
     typed = (f"precision={training}", f"serving={serving}")
     report = found(main, result, tmp_path, kind, *ACCEPTS_ALL, *typed)
     assert report["cause"] == ""
-    assert (report["scored"]["rms"] > 0) == (training != serving)
+    assert (report["data"]["rms"] > 0) == (training != serving)
     assert bool(report["contributions"]) == (training != serving)

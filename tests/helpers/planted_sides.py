@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch import nn
 
 from runner.models.gpt import GPT
 from runner.models.huggingface import huggingface
@@ -103,3 +104,16 @@ FAULTS = {
     "cache in bfloat16": _narrow_cache,
     "scale of the attention": _doubled_scale,
 }
+
+
+class Batches(nn.Module):
+    """A classifier of images of 8 x 8 pixels that fails for a batch of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images):
+        if len(images) == 1:
+            raise RuntimeError("this model takes no batch of one")
+        return self.head(images.flatten(1))

@@ -63,7 +63,7 @@ def test_labels_that_do_not_count_and_shorter_batches_are_left_out():
     assert record.tokens == 4 + 3
     assert len(record.worst_place) == 3
     assert record.worst_place[0] >= 2
-    assert 0 < record.flipped < 1
+    assert 0 < record.argmax_flips < 1
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (None, 0.7), (3, 0.9), (None, 1.0)])

@@ -409,7 +409,7 @@ def _judged_conclusion(ended: Sequence[Comparison], others: Sequence[Comparison]
         return Conclusion(text, details, words, pick=pick, chosen=chosen)
     text = f"Stay with {BASELINE}: nothing as good {_gain(pick)} faster."
     ratio = pick.speed_ratio
-    if pick.speed_verdict == "in vain":
+    if pick.speed_verdict == "no gain":
         text = f"Stay with {BASELINE}: {pick.group.name} is {speed_word(pick)}."
     is_unclear = pick.speed_verdict == "unclear" and not pick.was_busy
     if ratio and is_unclear and ratio.value > 1 + MIN_GAIN_SEEDS:

@@ -151,7 +151,7 @@ def memory_words(comparison: Comparison, lead: str = "") -> str:
 def speed_word(comparison: Comparison) -> str:
     """Return the verdict on speed in words, empty without one."""
     words = {"even": "about as fast", "unclear": "speed unclear"}
-    words["in vain"] = "no faster to equal loss"
+    words["no gain"] = "no faster to equal loss"
     return words.get(comparison.speed_verdict, comparison.speed_verdict)
 
 

@@ -255,10 +255,10 @@ class Comparison:
         return self.group.trained_share < MIN_TRAINED_RATIO * needed
 
     @property
-    def speed_verdict(self) -> Literal["faster", "in vain", "slower", "even", "unclear", ""]:
+    def speed_verdict(self) -> Literal["faster", "no gain", "slower", "even", "unclear", ""]:
         """Return the verdict on speed by the ratio's interval; empty without a ratio.
 
-        In vain: faster in each step, and measurably no faster to an equal loss.
+        No gain: faster in each step, and measurably no faster to an equal loss.
         """
         ratio = self.speed_ratio
         if not ratio or self.is_baseline:
@@ -270,7 +270,7 @@ class Comparison:
         # includes 1 may be chance.
         if ratio.low > 1 and ratio.value > 1 + min_gain:
             time = self.equal_loss
-            return "in vain" if time and time.n > 1 and time.high <= 1 else "faster"
+            return "no gain" if time and time.n > 1 and time.high <= 1 else "faster"
         if ratio.high < 1 and ratio.value < 1 - min_gain:
             return "slower"
         return "even" if ratio.high < MAX_EVEN_RANGE * ratio.low else "unclear"

@@ -120,7 +120,7 @@ def test_a_precision_that_ends_measurably_above_does_not_reach_the_loss():
     data = SweepData(jobs, tolerance=Tolerance(max_gap=0.5))
     compared = of(data)
     assert (compared.verdict, compared.speed_ratio.value) == ("indistinguishable", 1.5)
-    assert (compared.equal_loss.value, compared.speed_verdict) == (0.0, "in vain")
+    assert (compared.equal_loss.value, compared.speed_verdict) == (0.0, "no gain")
     answer = data.answer
     assert answer.sentence == "Stay with 32-true: b is no faster to equal loss."
     assert "b is 1.50 × as fast as 32-true, not reaching its loss." in answer.text
@@ -151,7 +151,7 @@ def test_one_that_is_faster_in_each_step_and_as_slow_to_the_loss_is_not_faster()
     data = sweep(0.7, speed=1.2)
     compared = of(data)
     assert compared.equal_loss.value == pytest.approx(0.84, rel=2e-3)
-    assert compared.speed_verdict == "in vain"
+    assert compared.speed_verdict == "no gain"
     assert data.answer.sentence == "Stay with 32-true: b is no faster to equal loss."
     assert "1.20 × as fast as 32-true" in data.answer.text
     assert "0.84 × to equal loss" in data.answer.text
