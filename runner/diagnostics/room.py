@@ -1,4 +1,4 @@
-"""The modes that look into a run (plan, explain, replay, diff), and measured numerics."""
+"""The modes that look into a run (explain, replay, diff), and measured numerics."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -64,19 +64,6 @@ def _hook_problems(spec: RunSpec, watcher: str) -> Iterator[str]:
             f"{watcher} modules by hooks, which train.compile={compiles} would compile into the "
             "model. Type train.compile=false."
         )
-
-
-class Plan(Mode):
-    """Print what a run would hold and convert, without its data."""
-
-    name = "plan"
-    needs_data = False
-    adapts = True
-
-    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> None:
-        from runner.modes.plan import plan
-
-        plan(context)
 
 
 class Explain(Mode):
@@ -211,7 +198,7 @@ ROOM = Room(
         "values of keys (train.compile=false), cpu or cuda, weights or a checkpoint (a path), a "
         "run at its own steps (folder or MLflow id), or a dump",
     },
-    modes=(Plan(), Explain(), Replay(), Diff()),
+    modes=(Explain(), Replay(), Diff()),
     commands=(EXPLAIN,),
     check=_check_numerics,
     callbacks=_callbacks,

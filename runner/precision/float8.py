@@ -92,6 +92,16 @@ class Float8Precision(ConvertingPrecision):
     def _multiple(self) -> int:
         return MXFP8_MULTIPLE if self._is_mx else SCALED_MM_MULTIPLE
 
+    @property
+    def capabilities(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        """Return the lowest compute capability of its kernels, and the lowest above them.
+
+        Ada has both of torch's kernels: per tensor in cuBLASLt, per row in CUTLASS
+        (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu). torchao's kernels that
+        round to MXFP8 are compiled for 10.0 to 10.3.
+        """
+        return ((10, 0), (11, 0)) if self._is_mx else ((8, 9), None)
+
     def require(self, device: torch.device) -> None:
         where_and_why = ""
         if device.type == "mps":
@@ -105,12 +115,10 @@ class Float8Precision(ConvertingPrecision):
                 "Type precision=bf16-mixed, or accelerator=cpu precision.emulate=true.",
             )
         # A CPU has these products in some versions of torch, many times slower than float32, which
-        # nobody would want unasked. Ada has both of torch's kernels: per tensor in cuBLASLt, per
-        # row in CUTLASS (pytorch/pytorch, aten/src/ATen/native/cuda/RowwiseScaledMM.cu).
+        # nobody would want unasked.
         if not self.emulated:
             remedy = devices.emulation_remedy(f"{devices.native_half_prefix(device)}-mixed")
-            # torchao's kernels that round to MXFP8 are compiled for 10.0 to 10.3.
-            least, limit = ((10, 0), (11, 0)) if self._is_mx else ((8, 9), None)
+            least, limit = self.capabilities
             devices.require_capability(self.name, device, least, remedy, limit)
         devices.require_torchao(self.name)
 

@@ -103,6 +103,11 @@ class TransformerEnginePrecision(ConvertingPrecision):
         """Return the kind of the recipe."""
         return te_recipes.KINDS[self.recipe["kind"]]
 
+    @property
+    def capabilities(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        """Return the lowest compute capability of the recipe, and the lowest above it."""
+        return self.kind.min_capability, self.kind.capability_limit
+
     def require(self, device: torch.device) -> None:
         if not self.emulated:
             te_recipes.require_recipe(self.name, self.kind, device)

@@ -105,7 +105,7 @@ class SweepCallback(Callback):
         from runner.sweeps.sweep import Sweep, sweep_name, swept_counts
 
         tracking: Any = OmegaConf.to_container(config.tracking, resolve=True)
-        if not Mode.named(config.mode).is_recorded and not Mode.named(config.mode).chooses_jobs:
+        if not Mode.named(config.mode).records_sweep(config):
             tracking = {"_target_": "runner.core.record.tracker.NoTracker"}
         overrides = override_texts(config.hydra.overrides.task)
         folder = Path(config.hydra.sweep.dir).absolute()

@@ -24,6 +24,7 @@ ORDER = (
     "modes",
     "mismatch",
     "sweeps",
+    "planning",
     "integrations",
     "cli",
     "api",

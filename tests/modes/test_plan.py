@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from runner.core.base.tensor_facts import tensor_bytes
-from runner.modes.plan import _state_bytes
+from runner.planning.plan import _state_bytes
 from runner.precision.weight_updates import UPDATE_RULES
 from runner.precision.wide_step import attach_update
 from runner.training.setup import build_optimizer, embedding_parameters, parameters_by_optimizer

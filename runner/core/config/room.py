@@ -92,6 +92,10 @@ class Mode:
         """
         raise NotImplementedError
 
+    def records_sweep(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a sweep of a composed config is a run of the store."""
+        return self.is_recorded or self.chooses_jobs
+
     def exit_status(self, result: "RunResult") -> int:
         """Return the exit status of a command whose run finished with a result."""
         return 0
@@ -113,6 +117,8 @@ class Room:
         parts: builds the object that a run has of a group of the spec, by the group; of the spec,
             the strategy and the torch device.
         check: raises ConfigError for what would fail later, once the strategy is known.
+        sweep_answer: returns what the results of a sweep's jobs say, as an Answer of
+            runner.sweeps.verdict; None for jobs that another room answers for.
     """
 
     installed: ClassVar[list["Room"]] = []
@@ -126,6 +132,7 @@ class Room:
     watch: Callable[["RunContext"], "RunWatch"] | None = None
     parts: Mapping[str, Callable[["RunSpec", "Strategy", Any], Any]] = field(default_factory=dict)
     check: Callable[["RunSpec", "Strategy"], None] = lambda spec, strategy: None
+    sweep_answer: Callable[[Sequence["RunResult"]], Any] = lambda results: None
 
     @classmethod
     def install(cls, rooms: Sequence["Room"]) -> None:

@@ -24,6 +24,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -81,12 +82,16 @@ class Rehearsal:
         micro_batches: makes the micro-batches of a step, of so many examples each.
         tensors: the context of fake tensors; none for real ones.
         making: what was held while the model was made.
+        tracker: the class that tracks a step.
+        evaluates: whether an evaluation follows, for which a step of 16-bit weights copies them.
     """
 
     state: TrainState
     micro_batches: Callable[[int], list[Batch]]
     tensors: AbstractContextManager[object] = _REAL
     making: Sequence[MemoryBreakdown] = ()
+    tracker: type[MemoryTracker] = MemoryTracker
+    evaluates: bool = True
 
     def __post_init__(self) -> None:
         self.peak = cache(lambda size: max(self.timeline(size), key=sum))
@@ -97,12 +102,16 @@ class Rehearsal:
         Args:
             size: examples of a micro-batch.
         """
+        return [*self.making, *self.track(size).timeline]
+
+    def track(self, size: int) -> MemoryTracker:
+        """Return the tracker of a step and an evaluation on micro-batches of so many examples."""
         state = self.state
         precision = state.precision
         with self.tensors, precision.session(state.model, state.device):
             batches = self.micro_batches(size)
             kernels = precision.kernels(state.model, state.device)
-            tracker = MemoryTracker(accumulates=kernels == "float32_accumulate")
+            tracker = self.tracker(accumulates=kernels == "float32_accumulate")
             tracker.add(WEIGHTS, *state.model.parameters(), *state.model.buffers())
             tracker.add(OPTIMIZER, *state.optimizer_tensors())
             if state.evaluated is not None:
@@ -111,10 +120,13 @@ class Rehearsal:
             module_tree.set_training(state.model)
             with tracker.gradients_of(state.trainable_parameters), tracker:
                 # An evaluation's step compares half-precision weights before and after it.
-                watch = training_loop.Stagnation(state)
+                watch = training_loop.Stagnation(state) if self.evaluates else None
                 update = state.hooks.call_before_update(tracker.begin_update)
                 train_step(state, batches[:2])  # further micro-batches hold what the second does
                 state.hooks.remove(update)
+                tracker.end_step()
+                if watch is None:
+                    return tracker
                 watch.close()
                 # Its copies of the weights are freed before the evaluation.
                 del watch
@@ -125,7 +137,7 @@ class Rehearsal:
                 with torch.no_grad(), precision.eval_context(state.plain_model):
                     output = state.call(inputs)
                     state.task.evaluation_totals(*precision.loss_pair(output, target))
-        return [*self.making, *tracker.timeline]
+        return tracker
 
 
 def build_rehearsal(
@@ -184,16 +196,29 @@ def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
+        scales = getattr(tensor, "quant_state", None)
         # A fake of the plain class would hide what a library's class packs.
-        if type(tensor) not in (Tensor, nn.Parameter):
+        if type(tensor) not in (Tensor, nn.Parameter) and scales is None:
             raise NotImplementedError(type(tensor).__name__)
         if id(tensor) not in fakes:
             empty = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
             )
             is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            made: Any = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            if scales is not None:
+                made.quant_state = fake_scales(scales)
+            fakes[id(tensor)] = made
         return fakes[id(tensor)]
+
+    def fake_scales(scales: Any) -> Any:
+        """Return bitsandbytes' scales of a weight with fake tensors in them."""
+        made = copy(scales)
+        for name, value in vars(scales).items():
+            if isinstance(value, Tensor):
+                setattr(made, name, fake(value))
+        made.state2 = scales.state2 and fake_scales(scales.state2)
+        return made
 
     for module in model.modules():
         held: dict[str, Any]

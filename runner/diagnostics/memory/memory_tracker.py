@@ -19,7 +19,7 @@ from runner.core import module_tape, tensor_facts
 from runner.diagnostics.module_tensors import tensors_in
 from runner.precision.emulation.cpu_kernels import KERNELS
 
-_CUDA_BLOCK = 512
+CUDA_BLOCK = 512
 """Bytes that CUDA's allocator rounds up to (c10/cuda/CUDACachingAllocator.cpp)."""
 _UPDATE_COPIES = 5
 """Float32 tensors of the state's size that bitsandbytes' 8-bit update makes."""
@@ -67,7 +67,14 @@ class MemoryTracker(TorchDispatchMode):
     Args:
         kind: what tensors count as that are made outside of a backward and an update.
         accumulates: see workspace_bytes.
+
+    Attributes:
+        block: bytes that the allocator rounds up to.
+        timeline: what is held after each operator.
+        updates: whether the optimizer's update has begun.
     """
+
+    block = 1
 
     def __init__(self, kind: int = ACTIVATIONS, accumulates: bool = False) -> None:
         super().__init__()
@@ -77,11 +84,14 @@ class MemoryTracker(TorchDispatchMode):
         self._now = [0] * len(MemoryBreakdown._fields)
         # Kind, bytes, and a reference that calls _drop when it dies, by the address of a storage.
         self._held: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
-        self._updates = False
+        self.updates = False
 
     def begin_update(self) -> None:
         """Count what is made from now on as temporaries of the optimizer's update."""
-        self._updates = True
+        self.updates = True
+
+    def end_step(self) -> None:
+        """Take note that what follows is an evaluation."""
 
     def add(self, kind: int, *tensors: Tensor) -> None:
         """Count the storages of tensors as a kind, also those that were counted as another."""
@@ -93,8 +103,7 @@ class MemoryTracker(TorchDispatchMode):
             size = storage.nbytes()
             if key in self._held:
                 self._drop(key)
-            if part.is_cuda:
-                size += -size % _CUDA_BLOCK
+            size += -size % (CUDA_BLOCK if part.is_cuda else self.block)
             reference = weakref.ref(storage, lambda _, key=key: self._drop(key))
             self._held[key] = kind, size, reference
             self._now[kind] += size
@@ -114,14 +123,18 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = TEMPORARIES if module_tape.is_in_backward() or self._updates else self.kind
+        kind = TEMPORARIES if module_tape.is_in_backward() or self.updates else self.kind
         made = tensors_in(result)
         self.add(kind, *(t for t in made if t.untyped_storage()._cdata not in self._held))
         # The workspace is freed when the operator returns: it counts at this moment alone.
         now = list(self._now)
-        now[TEMPORARIES] += workspace_bytes(func, args, kwargs or {}, result, self.accumulates)
+        now[TEMPORARIES] += self.workspace(func, args, kwargs or {}, result)
         self.timeline.append(MemoryBreakdown(*now))
         return result
+
+    def workspace(self, *call: Any) -> int:
+        """Return the bytes that a kernel takes for itself in a call, see workspace_bytes."""
+        return workspace_bytes(*call, self.accumulates)
 
 
 def workspace_bytes(

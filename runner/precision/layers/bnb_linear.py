@@ -19,6 +19,7 @@ arXiv:2208.07339 (row-wise int8, outlier columns).
 import logging
 import math
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,6 +197,8 @@ def _normalizing_factor(tensor: Tensor) -> Tensor:
 PackedEntries = dict[str, Tensor]
 """The entries of a state dict that belong to a packed weight, by their key after `weight.`."""
 PACKABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels pack
+_BLOCK = 64  # weights that share a scale
+_NESTED_BLOCK = 256  # scales that share a scale
 _STATE_KEY = "quant_state.bitsandbytes__"  # the library's start of the key of a packing's facts
 
 
@@ -210,17 +213,47 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
     Returns:
         bitsandbytes' Params4bit: uint8 [elements / 2, 1] with the scales in its quant_state.
 
-    Raises:
-        NotImplementedError: on the meta device, which the library would pass through unpacked.
     """
     if weight.is_meta:
-        raise NotImplementedError("4-bit weights cannot be packed on the meta device")
+        return _packed_on_meta(weight, quant_type, nested)
     kind: Any = bnb.nn.Params4bit
     plain = weight.detach().contiguous()
     plain = plain if plain.dtype in PACKABLE_DTYPES else plain.float()
     unpacked = kind(plain, quant_type=quant_type, compress_statistics=nested)
     # The library quantises when it moves the weight to a device, also to the same one.
     return unpacked.to(weight.device)
+
+
+def _packed_on_meta(weight: Tensor, quant_type: str, nested: bool) -> Any:
+    """Return what pack_4bit makes of a weight on the meta device, which the library would pass
+    through unpacked."""
+    elements = weight.numel()
+    make = partial(torch.empty, device="meta")
+    blocks = -(-elements // _BLOCK)
+    coarse = None
+    if nested:
+        coarse = QuantState(make(-(-blocks // _NESTED_BLOCK)), code=make(256), dtype=torch.float32)
+        coarse.blocksize = _NESTED_BLOCK
+    state = QuantState(
+        make(blocks, dtype=torch.uint8 if nested else torch.float32),
+        weight.shape,
+        make(16),
+        _BLOCK,
+        quant_type,
+        weight.dtype if weight.dtype in PACKABLE_DTYPES else torch.float32,
+        make(()) if nested else None,
+        coarse,
+    )
+    codes = make(-(-elements // 2), 1, dtype=torch.uint8)
+    kind: Any = bnb.nn.Params4bit
+    return kind(
+        codes,
+        requires_grad=False,
+        quant_state=state,
+        compress_statistics=nested,
+        quant_type=quant_type,
+        bnb_quantized=True,
+    )
 
 
 def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:

@@ -151,7 +151,7 @@ def print_answer(console: Console, data: SweepData) -> None:
     for note in data.notes:
         console.print(note, soft_wrap=is_whole)
     if not data.advice:
-        table = groups_table(data.compared, answer.pick)
+        table = answer.table or groups_table(data.compared, answer.pick)
         console.print(terminal_table(table, console.width))
     elif not data.gate:
         console.print(terminal_table(advice_table(data.advice), console.width))
@@ -254,6 +254,9 @@ def _compared_blocks(data: SweepData) -> Iterator[Block]:
     yield from map(Text, data.notes)
     yield from _answer_blocks(data)
     if not compared:
+        return
+    if data.answer.table:
+        yield data.answer.table
         return
     yield from settings_blocks(compared)
     yield groups_table(compared, data.answer.pick)

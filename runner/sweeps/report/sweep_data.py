@@ -14,7 +14,17 @@ from typing import Any
 import yaml
 
 from runner.config.python_objects import given_keys
-from runner.core import ConfigError, RunResult, files, fmt, layout, run_result, secrets, terminal
+from runner.core import (
+    ConfigError,
+    Room,
+    RunResult,
+    files,
+    fmt,
+    layout,
+    run_result,
+    secrets,
+    terminal,
+)
 from runner.sweeps.other_programs import busy_sentence
 from runner.sweeps.report.advice_page import advice_answer
 from runner.sweeps.report.conclusion import (
@@ -176,7 +186,8 @@ class SweepData:
             status = 2 if failed else self.gate.exit_status
         elif failed:
             status = 1
-        return replace(found, failed=failed, exit_status=status, record=self._record(found))
+        record = found.record if found.table else self._record(found)
+        return replace(found, failed=failed, exit_status=status, record=record)
 
     def _compared_answer(self) -> Answer:
         """Return the answer of a sweep that the user laid out."""
@@ -200,6 +211,9 @@ class SweepData:
             text = f"No answer yet: {finished}{of_all} jobs finished. Resume the sweep."
             command = resume_command(self.folder) if self.folder else None
             return Answer(text, caveats, noted, command=command, is_unfinished=True)
+        own = next(filter(None, (room.sweep_answer(self.results) for room in Room.installed)), None)
+        if own:
+            return replace(own, remarks=[*own.remarks, *first], noted=first)
         if any(result.sweep for result in self.results):
             found = two_sweeps_conclusion(compared)
         else:

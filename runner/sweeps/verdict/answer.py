@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from runner.output.markup import Table
 from runner.sweeps.sweep_resume import Command
 from runner.sweeps.verdict.compare import Comparison
 
@@ -40,6 +41,7 @@ class Answer:
         is_unfinished: there is no answer yet, for jobs have not ended.
         failed: number of the jobs that should have finished and did not.
         exit_status: of the command whose jobs these are.
+        table: in the place of the table of groups, of jobs that no quality compares.
     """
 
     sentence: str
@@ -51,6 +53,7 @@ class Answer:
     failed: int = 0
     exit_status: int = 0
     record: AnswerRecord = field(default=AnswerRecord({}, {}, 0))
+    table: Table | None = None
 
     @property
     def text(self) -> str:

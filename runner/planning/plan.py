@@ -1,6 +1,7 @@
 """mode=plan: print what a run would hold and convert, without data and without training."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from runner.core import (
     ConversionPlan,
     Precision,
     RunContext,
+    RunResult,
     RunSpec,
     files,
     random_streams,
+    run_context,
     tensor_facts,
 )
 from runner.diagnostics.memory.forecast import (
@@ -24,6 +27,9 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.modes.execution import read_initial_weights
+from runner.planning.card_answer import PLAN, card_rows, plan_metrics, read_quality
+from runner.planning.card_plan import plan_card
+from runner.planning.room import QUALITY, DeviceSpec
 from runner.precision.casting import KeptInFloat32
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
@@ -38,12 +44,15 @@ from runner.training.setup import (
 )
 
 
-def plan(run: RunContext) -> None:
+def plan(run: RunContext) -> run_context.RunOutcome | None:
     """Print what a run would hold, from its model built on the meta device and converted.
 
     Where a model's code reads values, or a forward has to find its experts, it is built in memory.
     Nothing is trained or tracked; of init.weights the names and shapes are compared with the
     model's.
+
+    Returns:
+        The plan for a card, as a result; None without one.
     """
     spec = run.spec
     precision = run.precision
@@ -56,8 +65,17 @@ def plan(run: RunContext) -> None:
     report = built.report
     build_scheduled_optimizers(spec, model, precision, steps=1)  # refuses what a run would refuse
     check_compile_options(spec, precision, device, model)
-    table = Table(title=f"plan: {run.label}", title_justify="left", show_header=False)
-    rows = _overview(run, built) | _peak_rows(spec, precision, device, found)
+    card = spec.section(DeviceSpec)
+    title = f"plan: {run.label}" + (f" on {card.name}" if card.name else "")
+    table = Table(title=title, title_justify="left", show_header=False)
+    rows = _overview(run, built)
+    planned = None
+    if card.name:
+        planned = plan_card(run, report, found)
+        quality = read_quality(spec, planned.precision)
+        rows |= {"device": card.name} | card_rows(planned, spec)
+    else:
+        rows |= _peak_rows(spec, precision, device, found)
     for name, text in rows.items():
         table.add_row(name, text)
     run.console.print(table)
@@ -72,6 +90,18 @@ def plan(run: RunContext) -> None:
     kept = [n for n, m in model.named_modules() if isinstance(m, KeptInFloat32)]
     if kept:
         run.console.print(f"kept in float32: {', '.join(kept)}", markup=False)
+    if planned is None:
+        return None
+    files.write_json(run.out / PLAN, {**asdict(planned), "quality": quality._asdict()})
+    result = RunResult(
+        precision=precision.name,
+        label=run.label,
+        folder=str(run.out),
+        device=card.name or "",
+        quality=QUALITY,
+        metrics={f"plan/{name}": value for name, value in plan_metrics(planned).items()},
+    )
+    return run_context.RunOutcome(result, report)
 
 
 def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:

@@ -1,0 +1,358 @@
+"""mode=plan device=<card>: what a precision holds, costs and gains on a card that is not here."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from runner.core import (
+    ConfigError,
+    ConversionPlan,
+    ConversionReport,
+    Fate,
+    Precision,
+    RunContext,
+    RunSpec,
+    module_tree,
+    targets,
+    tensor_facts,
+)
+from runner.data.task_target import build_task
+from runner.diagnostics.memory.forecast import (
+    build_rehearsal,
+    largest_fitting_batch,
+)
+from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE
+from runner.diagnostics.memory.memory_tracker import (
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARIES,
+    WEIGHTS,
+    MemoryBreakdown,
+)
+from runner.planning.card_speed import (
+    FIT,
+    StepSeconds,
+    half_format,
+    narrowest_width,
+    product_format,
+    recipe_change,
+    recipe_of,
+    speed_ratio,
+    step_seconds,
+)
+from runner.planning.hardware_layers import as_on_hardware
+from runner.planning.room import DeviceSpec, PlanSpec
+from runner.planning.step_cost import StepCost, StepTracker
+from runner.precision.registry import precision_config
+from runner.training.example_batch import example_batch
+from runner.training.tasks.language import Language
+
+CPU = torch.device("cpu")
+LARGEST_GAPS = ("contention", "power limits", "data loading", "other kernels")
+"""What no plan knows."""
+
+
+@dataclass(frozen=True)
+class CardPlan:
+    """What a precision does on a card, as plan.json has it.
+
+    Attributes:
+        precision, card: their names.
+        reason: why it does not run there, or why its speed is not said; empty where it is.
+        baseline: the precision that speeds are relative to.
+        ratio: speed over the baseline's: the least, expected and greatest of the 80 % interval.
+        most: the greatest ratio that there could be, with casts that take no time; None where no
+            product changes its format.
+        covered: share of the baseline's step in products that change their format.
+        narrowest: width of a layer below which the format is slower.
+        seconds: of an optimizer step: least, expected, greatest.
+        parts: seconds of an expected step, by what they are for.
+        hours: of train.max_steps: least, expected, greatest; None without it.
+        price: of all cards for these hours.
+        peak: bytes at the peak of one card, by kind.
+        memory: bytes of the card.
+        largest_batch: examples of a micro-batch that fit one card; None where one does not.
+        teraflops: of products and attention in a step on one card.
+        anchored: whether the hours rest on plan.anchor.
+        remarks: what else to know.
+    """
+
+    precision: str
+    card: str
+    reason: str = ""
+    baseline: str = ""
+    ratio: tuple[float, float, float] | None = None
+    most: float | None = None
+    covered: float = 0.0
+    narrowest: float | None = None
+    seconds: tuple[float, float, float] | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    hours: tuple[float, float, float] | None = None
+    price: tuple[float, float, float] | None = None
+    peak: Mapping[str, float] = field(default_factory=dict)
+    memory: float = 0.0
+    largest_batch: int | None = None
+    teraflops: float = 0.0
+    anchored: bool = False
+    remarks: Sequence[str] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the configured micro-batch fits the card."""
+        return bool(self.peak) and sum(self.peak.values()) <= USABLE_MEMORY_SHARE * self.memory
+
+
+
+class Rehearsed(NamedTuple):
+    """A step on tensors without values.
+
+    Attributes:
+        model: converted.
+        timeline: what is held after each operator.
+        cost: of the step, without the evaluation that may follow.
+    """
+
+    model: nn.Module
+    timeline: Sequence[MemoryBreakdown]
+    cost: StepCost
+
+
+def plan_card(run: RunContext, report: ConversionReport, found: ConversionPlan) -> CardPlan:
+    """Return what a run's precision does on the card of its device section.
+
+    Args:
+        run: its precision runs on the CPU, emulated if need be.
+        report: of the conversion.
+        found: by which the model is converted.
+
+    Raises:
+        ForecastUnavailable: data.meta does not give the shapes.
+        ConfigError: the step does not run on tensors without values.
+    """
+    spec, card, settings = run.spec, run.spec.section(DeviceSpec), run.spec.section(PlanSpec)
+    precision = planned_precision(spec, run.precision)
+    size = spec.train.batch_size // settings.gpus
+    # Batch normalization refuses a single example.
+    sizes = (size, 2 * size) if size > 1 else (2, 4)
+    own, twice = (rehearse(spec, precision, found, each) for each in sizes)
+    memory = card.memory_gib * tensor_facts.GIB
+    known = CardPlan(
+        precision.name,
+        card.name or "",
+        memory=memory,
+        **_memory(settings, sizes, (own, twice), USABLE_MEMORY_SHARE * memory),
+    )
+    reason = _obstacle(precision, card)
+    if reason:
+        return replace(known, reason=reason)
+    converted = report.names(Fate.CONVERTED) if precision.converts_layers else []
+    names = ("bf16-mixed", "bf16-true") if half_format(card) == "bfloat16" else ("16-mixed", "")
+    is_narrow = precision.converts_layers and precision.storage.itemsize == 2
+    base = rehearse(_plain_spec(spec, names[0]), None, ConversionPlan(), sizes[0], converted)
+    beside = base
+    if is_narrow:
+        beside = rehearse(_plain_spec(spec, names[1]), None, ConversionPlan(), sizes[0], converted)
+    speed = _speed(spec, precision, own, beside, base)
+    return replace(known, baseline=names[0], **speed)
+
+
+def planned_precision(spec: RunSpec, precision: Precision) -> Precision:
+    """Return a precision as a card computes it: emulated products hold more than its own."""
+    if not precision.emulated or precision.converts_layers:
+        return precision
+    return targets.build_group("precision", {**spec.precision, "emulate": False})
+
+
+def rehearse(
+    spec: RunSpec,
+    precision: Precision | None,
+    found: ConversionPlan,
+    size: int,
+    watched: Collection[str] = (),
+    evaluates: bool = True,
+) -> Rehearsed:
+    """Rehearse a step on tensors without values.
+
+    Args:
+        spec: of the run.
+        precision: that the model is converted by; None for the spec's own.
+        found: by which it is converted.
+        size: examples of a micro-batch.
+        watched: modules whose products are noted.
+        evaluates: whether an evaluation follows the step.
+
+    Raises:
+        ConfigError: its operators want values.
+    """
+    if precision is None:
+        precision = targets.build_group("precision", spec.precision)
+    spec = replace(spec, train=replace(spec.train, batch_size=size, accumulate=1))
+
+    def micro_batches(count: int) -> list[Any]:
+        return [example_batch(spec, count, CPU)]
+
+    try:
+        rehearsal = build_rehearsal(spec, precision, CPU, found, micro_batches, fake=True)
+        model = rehearsal.state.plain_model
+        with as_on_hardware(model, precision) as tape:
+            frozen = set()
+            for name in watched:
+                # A stack of experts is named by its weight.
+                path = name if name in dict(model.named_modules()) else name.rpartition(".")[0]
+                module = model.get_submodule(path)
+                tape.watch_calls(name, module, recomputed=True)
+                if not any(p.requires_grad for p in module.parameters(recurse=False)):
+                    frozen.add(name)
+
+            def tracker(**options: Any) -> StepTracker:
+                return StepTracker(tape.running, **options)
+
+            rehearsal = replace(rehearsal, tracker=tracker, making=(), evaluates=evaluates)
+            tracked: Any = rehearsal.track(size)
+    except (NotImplementedError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"device={spec.section(DeviceSpec).name}: the step of precision={precision.name} and "
+            f"optimizer={spec.optimizer.get('_target_')} wants values, which a plan for a card does "
+            f"not have ({reason}). Type optimizer=adamw, or mode=plan without device=."
+        ) from error
+    return Rehearsed(model, tracked.timeline, StepCost.of_operators(tracked.operators, frozen))
+
+
+def _plain_spec(spec: RunSpec, name: str) -> RunSpec:
+    """Return the spec in another precision, with the keys that both have."""
+    node = precision_config(name)
+    shared = {key: value for key, value in spec.precision.items() if key in ("keep_fp32", "update")}
+    return replace(spec, precision={**node, **{k: v for k, v in shared.items() if k in node}})
+
+
+def _obstacle(precision: Precision, card: DeviceSpec) -> str:
+    """Return why a precision does not run on a card, or why its speed there is not said."""
+    recipe = recipe_of(precision)
+    needed = recipe.number_format if recipe else product_format(precision)
+    if needed not in card.tflops:
+        return f"it lacks {needed} products"
+    least, limit = precision.capabilities if recipe else ((), ())  # type: ignore[attr-defined]
+    own = tuple(card.capability or ())
+    if least and (own < least or (limit and own >= limit)):
+        text = f"it needs an NVIDIA GPU of compute capability {'.'.join(map(str, least))} or higher"
+        return text + (f", below {'.'.join(map(str, limit))}" if limit else "")
+    if needed == "float64" or (precision.converts_layers and not recipe):
+        return "its speed is not said, for no published step supports it"
+    return ""
+
+
+def _memory(
+    settings: PlanSpec, sizes: tuple[int, int], steps: tuple[Rehearsed, Rehearsed], room: float
+) -> dict[str, Any]:
+    """Return the fields of a CardPlan on memory.
+
+    Args:
+        settings: how many cards share the step, and how.
+        sizes: examples of two micro-batches.
+        steps: on them.
+        room: bytes that may be used.
+    """
+    # The same operators on twice the examples: each moment of a step is a line in their number.
+    small, large = (torch.tensor(each.timeline, dtype=torch.float64) for each in steps)
+    model = steps[0].model
+    shares = torch.ones(small.shape[1], dtype=torch.float64)
+    gathered = 0
+    if settings.gpus > 1 and settings.strategy == "fsdp":
+        shares[[WEIGHTS, GRADIENTS, OPTIMIZER]] /= settings.gpus
+        # The block that computes and the next one, with the gradients of one; and what is in none.
+        blocks = [tensor_facts.stored_bytes(each) for each in module_tree.repeated_blocks(model)]
+        gathered = tensor_facts.stored_bytes(model) - sum(blocks) + 3 * max(blocks, default=0)
+
+    def peak(size: int) -> MemoryBreakdown:
+        moments = small + (large - small) * (size - sizes[0]) / (sizes[1] - sizes[0])
+        moments = moments * shares
+        moments[:, TEMPORARIES] += gathered
+        return MemoryBreakdown(*map(int, moments[moments.sum(1).argmax()]))
+
+    return {
+        "peak": peak(sizes[0])._asdict(),
+        "largest_batch": largest_fitting_batch(peak, sizes[0], room),
+    }
+
+
+def _speed(
+    spec: RunSpec, precision: Precision, own: Rehearsed, host: Rehearsed, base: Rehearsed
+) -> dict[str, Any]:
+    """Return the fields of a CardPlan on speed and price.
+
+    Args:
+        spec: of the run.
+        precision: of the run.
+        own: its step.
+        host: the step of the 16 bits beside its converted layers, which are watched.
+        base: the step of the baseline.
+    """
+    card, settings = spec.section(DeviceSpec), spec.section(PlanSpec)
+    recipe = recipe_of(precision) if precision.converts_layers else None
+    is_fused = bool(spec.train.compile)
+    baseline = _step(spec, base, step_seconds(base.cost, card, False, is_fused))
+    fields: dict[str, Any] = {}
+    if recipe:
+        # Converted layers end what a compiler fuses.
+        plain = step_seconds(host.cost, card, False, False)
+        change = recipe_change(host.cost, card, recipe)
+        step = _step(spec, own, replace(plain, gain=change.gain, casts=change.casts))
+        fields["covered"] = change.covered / baseline.total
+        fields["most"] = baseline.total / (step.total - step.casts)
+        fields["narrowest"] = narrowest_width(card, recipe)
+    else:
+        tf32 = product_format(precision) == "tf32"
+        step = _step(spec, own, step_seconds(own.cost, card, tf32, is_fused))
+    ratio = speed_ratio(baseline.total, step)
+    if settings.anchor:
+        count = spec.train.batch_size * spec.train.accumulate * _tokens_of_example(spec)
+        time = count / (settings.anchor * settings.gpus)
+        seconds = (time / ratio[2], time / ratio[1], time / ratio[0])
+    else:
+        ends = (FIT.fastest * step.total, FIT.slowest * step.total)
+        seconds = (ends[0], (ends[0] * ends[1]) ** 0.5, ends[1])
+    if spec.train.max_steps:
+        hours = [spec.train.max_steps * each / 3600 for each in seconds]
+        fields["hours"] = hours
+        if card.price is not None:
+            fields["price"] = [card.price * settings.gpus * each for each in hours]
+    return fields | {
+        "ratio": ratio,
+        "seconds": seconds,
+        "parts": vars(step),
+        "teraflops": base.cost.flops * spec.train.accumulate / 1e12,
+        "anchored": settings.anchor is not None,
+    }
+
+
+def _step(spec: RunSpec, rehearsed: Rehearsed, micro: StepSeconds) -> StepSeconds:
+    """Return the time of a step of all micro-batches on all cards, from that of one.
+
+    Args:
+        spec: of the run.
+        rehearsed: whose weights and gradients go over the link.
+        micro: one micro-batch and the update, on one card.
+    """
+    card, settings = spec.section(DeviceSpec), spec.section(PlanSpec)
+    update = micro.update
+    step = StepSeconds(**{k: spec.train.accumulate * v for k, v in vars(micro).items()})
+    if settings.gpus > 1:
+        trained = [p for p in rehearsed.model.parameters() if p.requires_grad]
+        # Gradients are added and spread; sharded weights are gathered twice for it, too.
+        passes = 3 if settings.strategy == "fsdp" else 2
+        sent = passes * tensor_facts.tensor_bytes(*trained) * (1 - 1 / settings.gpus)
+        if settings.strategy == "fsdp":
+            update /= settings.gpus
+        waiting = max(sent / (1e9 * card.link) - (step.total - step.update), 0) if card.link else 0
+        step = replace(step, waiting=waiting)
+    return replace(step, update=update)
+
+
+def _tokens_of_example(spec: RunSpec) -> int:
+    """Return the tokens of an example; 1 where examples are no sequences of tokens."""
+    return spec.data["meta"]["input"][0] if isinstance(build_task(spec.task), Language) else 1
