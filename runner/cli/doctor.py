@@ -3,6 +3,8 @@
 The answers are those of each precision's require(), which a run asks, too.
 """
 
+from pathlib import Path
+
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +12,7 @@ from rich.table import Table
 from runner import __version__
 from runner.config.overrides import existing_config_dir
 from runner.core import accelerators, run_context
+from runner.planning.measured_device import measure_device, write_device
 from runner.precision.measured_speeds import SOURCES, speed_text
 from runner.precision.registry import supported_precisions, yaml_header
 
@@ -17,11 +20,12 @@ from runner.precision.registry import supported_precisions, yaml_header
 LIBRARIES = ("bitsandbytes", "torchao", "transformer-engine", "peft", "torch_tpu")
 
 
-def doctor(config_dir: str | None = None) -> int:
+def doctor(config_dir: str | None = None, measures: bool = False) -> int:
     """Print the support table and return the exit status.
 
     Args:
         config_dir: folder of the user's own configs, whose precisions are listed, too.
+        measures: measure the devices, and write them to the folder, or the working directory.
 
     Raises:
         ConfigError: the folder does not exist.
@@ -50,4 +54,14 @@ def doctor(config_dir: str | None = None) -> int:
             table.add_row("\n".join(names), "no", need)
         table.caption = SOURCES.get(accelerator.name)
         console.print(table)
+        if measures:
+            path = Path(folder or ".", "device", f"my-{kind}.yaml")
+            card = measure_device(accelerator)
+            write_device(path, card)
+            rates = ", ".join(f"{name} {rate:.3g}" for name, rate in card.tflops.items())
+            console.print(
+                f"{path}: {card.bandwidth:.0f} GB/s; TFLOP/s: {rates}. Type --config-dir "
+                f"{path.parent.parent} mode=plan device=my-{kind}.",
+                soft_wrap=True,
+            )
     return 0

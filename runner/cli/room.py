@@ -8,7 +8,7 @@ from runner.core import Command, Room
 def _doctor(words: Sequence[str], values: Mapping[str, str]) -> int:
     from runner.cli.doctor import doctor
 
-    return doctor(values.get("--config-dir"))
+    return doctor(values.get("--config-dir"), "--measure" in values)
 
 
 def _list(words: Sequence[str], values: Mapping[str, str]) -> int:
@@ -40,7 +40,10 @@ DOCTOR = Command(
     summary="which precisions run on this machine",
     description="Lists every precision: whether it runs on this machine, why not, what to install.",
     run=_doctor,
-    options={"--config-dir <folder>": "of your own configs: lists their precisions, too"},
+    options={
+        "--config-dir <folder>": "of your own configs: lists their precisions, too",
+        "--measure": "measure products and copies, and write each device as one that device= takes",
+    },
     short={"-cd": "--config-dir"},
 )
 LIST = Command(

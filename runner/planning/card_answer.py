@@ -18,6 +18,7 @@ from runner.sweeps.verdict.statistics import Verdict
 PLAN = "plan.json"
 """File in the folder of a plan for a card."""
 HEAD = ("precision", "card", "speed", "at most", "step, ms", "memory, GiB", "largest batch")
+UNTRIED = "The quality was not tried: plan.quality=<a sweep> puts its verdict beside the speed."
 UNKNOWN = "Not known: contention, power limits, data loading, other kernels than those measured."
 
 
@@ -95,7 +96,7 @@ def answer_plans(results: Sequence[RunResult]) -> Answer | None:
         name = f"{plan.precision}/{plan.card.replace(' ', '-')}"
         metrics |= {f"plan/{key}/{name}": value for key, value in plan_metrics(plan).items()}
     record = AnswerRecord(metrics, {"answer": " ".join(sentences)}, 0)
-    remarks = [*dict.fromkeys(remark for plan, _ in found for remark in plan.remarks), UNKNOWN]
+    remarks = [UNKNOWN] if any(quality.text for _, quality in found) else [UNTRIED, UNKNOWN]
     return Answer(" ".join(sentences), remarks, record=record, table=plans_table(found))
 
 
@@ -131,7 +132,7 @@ def card_rows(plan: CardPlan, spec: RunSpec) -> dict[str, str]:
     gib = tensor_facts.GIB
     peak, largest = _memory_cells(plan)
     rows = {
-        "peak of a step": f"{peak} GiB",
+        "peak of a step": f"{peak} GiB" + (f", as in {plan.memory_of}" if plan.memory_of else ""),
         "at the peak": ", ".join(f"{name} {size / gib:.2f}" for name, size in plan.peak.items()),
         "largest batch": f"{largest}, in {USABLE_MEMORY_SHARE:g} of the card's memory",
     }
@@ -164,17 +165,18 @@ def _sentences(found: Sequence[tuple[CardPlan, Quality]]) -> Iterator[str]:
     """Yield the precision to take on each card."""
     by_card = fmt.grouped((plan.card, (plan, quality)) for plan, quality in found)
     for card, pairs in by_card.items():
-        usable = [(p, q) for p, q in pairs if p.ratio and p.fits and not q.is_worse]
-        if not usable:
-            sizes = {plan.largest_batch for plan, _ in pairs}
-            least = "a batch that fits" if sizes == {None} else "a smaller batch"
-            reason = f"no precision of these fits; {least} does" if sizes != {None} else (
-                "no precision of these fits"
-            )
-            yield f"On {card}: {reason}."
-            continue
-        plan, quality = max(usable, key=lambda pair: _least_gain(*pair))
-        yield f"On {card}: {', '.join(_choice(plan, quality))}."
+        usable = [(p, q) for p, q in pairs if p.ratio and not q.is_worse]
+        fitting = [(p, q) for p, q in usable if p.fits]
+        if fitting:
+            plan, quality = max(fitting, key=lambda pair: _least_gain(*pair))
+            yield f"On {card}: {', '.join(_choice(plan, quality))}."
+        elif usable:
+            plan = max((p for p, _ in usable), key=lambda p: p.largest_batch or 0)
+            size = plan.largest_batch
+            smaller = f"{plan.precision} fits with train.batch_size={size}" if size else "none does"
+            yield f"On {card}: this batch does not fit; {smaller}."
+        else:
+            yield f"On {card}: none of these precisions."
 
 
 def _least_gain(plan: CardPlan, quality: Quality) -> float:
@@ -194,7 +196,8 @@ def _choice(plan: CardPlan, quality: Quality) -> Iterator[str]:
     yield f"{peak:.3g} GiB of {plan.memory / tensor_facts.GIB:.0f}"
     if plan.price:
         yield f"{_interval(plan.price)} USD"
-    yield f"quality {quality.text}" if quality.text else "quality not tried (plan.quality=)"
+    if quality.text:
+        yield f"quality {quality.text}"
 
 
 def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
@@ -204,6 +207,7 @@ def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
     head = [*HEAD]
     head += ["hours", "price"] if with_hours else []
     head += ["quality", "speed to equal loss"] if with_quality else []
+    head += ["why not"] if any(plan.reason for plan, _ in found) else []
     rows = []
     for plan, quality in found:
         row = [plan.precision, plan.card, *_speed_cells(plan), *_memory_cells(plan)]
@@ -212,13 +216,14 @@ def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
         if with_quality:
             ratio = plan.ratio and quality.equal_loss and plan.ratio[1] * quality.equal_loss
             row += [quality.text, f"{ratio:.2f}" if ratio else ""]
+        row += [plan.reason] if "why not" in head else []
         rows.append([*map(Cell, row)])
     return Table(head, rows)
 
 
 def _speed_cells(plan: CardPlan) -> list[str]:
     if not plan.ratio or not plan.seconds:
-        return [plan.reason, "", ""]
+        return ["", "", ""]
     speed = f"{plan.ratio[1]:.2f} ({plan.ratio[0]:.2f} to {plan.ratio[2]:.2f})"
     most = f"{plan.most:.2f}" if plan.most else ""
     milliseconds = [1000 * seconds for seconds in plan.seconds]
@@ -236,5 +241,5 @@ def _memory_cells(plan: CardPlan) -> list[str]:
 def _interval(numbers: Sequence[float] | None) -> str:
     if not numbers:
         return ""
-    low, high = (fmt.format_number(number) for number in (numbers[0], numbers[-1]))
+    low, high = (f"{number:.3g}" if number < 100 else f"{number:,.0f}" for number in numbers[::2])
     return low if low == high else f"{low} to {high}"

@@ -14,7 +14,6 @@ from runner.core import (
     ConversionReport,
     Fate,
     Precision,
-    RunContext,
     RunSpec,
     module_tree,
     targets,
@@ -35,6 +34,7 @@ from runner.diagnostics.memory.memory_tracker import (
 )
 from runner.planning.card_speed import (
     FIT,
+    LAUNCH_SECONDS,
     StepSeconds,
     half_format,
     narrowest_width,
@@ -52,8 +52,6 @@ from runner.training.example_batch import example_batch
 from runner.training.tasks.language import Language
 
 CPU = torch.device("cpu")
-LARGEST_GAPS = ("contention", "power limits", "data loading", "other kernels")
-"""What no plan knows."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,10 @@ class CardPlan:
         price: of all cards for these hours.
         peak: bytes at the peak of one card, by kind.
         memory: bytes of the card.
+        memory_of: the precision whose memory is planned in its place; empty for its own.
         largest_batch: examples of a micro-batch that fit one card; None where one does not.
         teraflops: of products and attention in a step on one card.
         anchored: whether the hours rest on plan.anchor.
-        remarks: what else to know.
     """
 
     precision: str
@@ -95,10 +93,10 @@ class CardPlan:
     price: tuple[float, float, float] | None = None
     peak: Mapping[str, float] = field(default_factory=dict)
     memory: float = 0.0
+    memory_of: str = ""
     largest_batch: int | None = None
     teraflops: float = 0.0
     anchored: bool = False
-    remarks: Sequence[str] = ()
 
     @property
     def fits(self) -> bool:
@@ -121,11 +119,14 @@ class Rehearsed(NamedTuple):
     cost: StepCost
 
 
-def plan_card(run: RunContext, report: ConversionReport, found: ConversionPlan) -> CardPlan:
-    """Return what a run's precision does on the card of its device section.
+def plan_card(
+    spec: RunSpec, precision: Precision, report: ConversionReport, found: ConversionPlan
+) -> CardPlan:
+    """Return what a precision does on the card of a spec's device section.
 
     Args:
-        run: its precision runs on the CPU, emulated if need be.
+        spec: of the run.
+        precision: of the spec, which runs on the CPU, emulated if need be.
         report: of the conversion.
         found: by which the model is converted.
 
@@ -133,31 +134,36 @@ def plan_card(run: RunContext, report: ConversionReport, found: ConversionPlan) 
         ForecastUnavailable: data.meta does not give the shapes.
         ConfigError: the step does not run on tensors without values.
     """
-    spec, card, settings = run.spec, run.spec.section(DeviceSpec), run.spec.section(PlanSpec)
-    precision = planned_precision(spec, run.precision)
+    card, settings = spec.section(DeviceSpec), spec.section(PlanSpec)
+    precision = planned_precision(spec, precision)
     size = spec.train.batch_size // settings.gpus
-    # Batch normalization refuses a single example.
-    sizes = (size, 2 * size) if size > 1 else (2, 4)
-    own, twice = (rehearse(spec, precision, found, each) for each in sizes)
-    memory = card.memory_gib * tensor_facts.GIB
-    known = CardPlan(
-        precision.name,
-        card.name or "",
-        memory=memory,
-        **_memory(settings, sizes, (own, twice), USABLE_MEMORY_SHARE * memory),
-    )
+    half = "bf16" if half_format(card) == "bfloat16" else "16"
+    baseline = f"{half}-mixed"
+    converted = report.names(Fate.CONVERTED) if precision.converts_layers else []
+    # What computes beside converted layers, or all of it.
+    plain = f"{half}-{'true' if precision.storage.itemsize == 2 else 'mixed'}"
+    single = replace(spec, train=replace(spec.train, accumulate=1))
+    base = rehearse(_plain_spec(single, baseline), None, ConversionPlan(), size, converted)
+    host = base
+    if not precision.converts_layers and precision.name != baseline:
+        host = rehearse(single, precision, found, size)
+    elif precision.converts_layers and plain != baseline:
+        host = rehearse(_plain_spec(single, plain), None, ConversionPlan(), size, converted)
+    known = CardPlan(precision.name, card.name or "", baseline=baseline)
+    try:
+        memory = _memory(spec, precision, found, size)
+    except ConfigError:
+        if not recipe_of(precision):
+            raise
+        # Layers of experts want values; weights and activations are those of 16 bits.
+        planned = _plain_spec(spec, plain)
+        beside = targets.build_group("precision", planned.precision)
+        memory = {**_memory(planned, beside, ConversionPlan(), size), "memory_of": plain}
+    known = replace(known, **memory)
     reason = _obstacle(precision, card)
     if reason:
         return replace(known, reason=reason)
-    converted = report.names(Fate.CONVERTED) if precision.converts_layers else []
-    names = ("bf16-mixed", "bf16-true") if half_format(card) == "bfloat16" else ("16-mixed", "")
-    is_narrow = precision.converts_layers and precision.storage.itemsize == 2
-    base = rehearse(_plain_spec(spec, names[0]), None, ConversionPlan(), sizes[0], converted)
-    beside = base
-    if is_narrow:
-        beside = rehearse(_plain_spec(spec, names[1]), None, ConversionPlan(), sizes[0], converted)
-    speed = _speed(spec, precision, own, beside, base)
-    return replace(known, baseline=names[0], **speed)
+    return replace(known, **_speed(spec, precision, host, base))
 
 
 def planned_precision(spec: RunSpec, precision: Precision) -> Precision:
@@ -190,10 +196,10 @@ def rehearse(
     """
     if precision is None:
         precision = targets.build_group("precision", spec.precision)
-    spec = replace(spec, train=replace(spec.train, batch_size=size, accumulate=1))
 
     def micro_batches(count: int) -> list[Any]:
-        return [example_batch(spec, count, CPU)]
+        # Further ones hold what the second does.
+        return [example_batch(spec, count, CPU) for _ in range(min(spec.train.accumulate, 2))]
 
     try:
         rehearsal = build_rehearsal(spec, precision, CPU, found, micro_batches, fake=True)
@@ -213,12 +219,13 @@ def rehearse(
 
             rehearsal = replace(rehearsal, tracker=tracker, making=(), evaluates=evaluates)
             tracked: Any = rehearsal.track(size)
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"device={spec.section(DeviceSpec).name}: the step of precision={precision.name} and "
-            f"optimizer={spec.optimizer.get('_target_')} wants values, which a plan for a card does "
-            f"not have ({reason}). Type optimizer=adamw, or mode=plan without device=."
+            f"device={spec.section(DeviceSpec).name}: a step of {size} examples with precision="
+            f"{precision.name} and optimizer={spec.optimizer.get('_target_')} does not run on "
+            f"tensors without values: {reason}. Type optimizer=adamw or another model, precision or "
+            "train.batch_size, or mode=plan without device=, which takes real steps."
         ) from error
     return Rehearsed(model, tracked.timeline, StepCost.of_operators(tracked.operators, frozen))
 
@@ -247,49 +254,58 @@ def _obstacle(precision: Precision, card: DeviceSpec) -> str:
 
 
 def _memory(
-    settings: PlanSpec, sizes: tuple[int, int], steps: tuple[Rehearsed, Rehearsed], room: float
+    spec: RunSpec, precision: Precision, found: ConversionPlan, size: int
 ) -> dict[str, Any]:
-    """Return the fields of a CardPlan on memory.
-
-    Args:
-        settings: how many cards share the step, and how.
-        sizes: examples of two micro-batches.
-        steps: on them.
-        room: bytes that may be used.
-    """
-    # The same operators on twice the examples: each moment of a step is a line in their number.
-    small, large = (torch.tensor(each.timeline, dtype=torch.float64) for each in steps)
-    model = steps[0].model
-    shares = torch.ones(small.shape[1], dtype=torch.float64)
-    gathered = 0
-    if settings.gpus > 1 and settings.strategy == "fsdp":
+    """Return the fields of a CardPlan on memory, for micro-batches of so many examples."""
+    card, settings = spec.section(DeviceSpec), spec.section(PlanSpec)
+    is_sharded = settings.gpus > 1 and settings.strategy == "fsdp"
+    # The same operators on twice the examples: each moment of a step is a line in their number. Of
+    # a single one some operators copy nothing.
+    first = max(size, 2)
+    small, large = (
+        rehearse(spec, precision, found, count, (), not is_sharded) for count in (first, 2 * first)
+    )
+    least, more = (torch.tensor(each.timeline, dtype=torch.float64) for each in (small, large))
+    if len(least) != len(more):
+        raise ConfigError(
+            f"device={card.name}: steps of {first} and {2 * first} examples differ in their "
+            "operators, so that no other size is predicted. Type another train.batch_size."
+        )
+    shares = torch.ones(least.shape[1], dtype=torch.float64)
+    gathered = 0.0
+    if is_sharded:
         shares[[WEIGHTS, GRADIENTS, OPTIMIZER]] /= settings.gpus
-        # The block that computes and the next one, with the gradients of one; and what is in none.
+        model = small.model
         blocks = [tensor_facts.stored_bytes(each) for each in module_tree.repeated_blocks(model)]
-        gathered = tensor_facts.stored_bytes(model) - sum(blocks) + 3 * max(blocks, default=0)
+        whole = tensor_facts.stored_bytes(model)
+        # The block that computes and the next one, with the gradients of one; and what is in none.
+        gathered = whole - sum(blocks) + 3 * max(blocks, default=0)
+        if precision.loses_updates:
+            # For an evaluation the weights are copied, and where they have gradients is noted.
+            gathered += 1.5 * whole / settings.gpus
 
-    def peak(size: int) -> MemoryBreakdown:
-        moments = small + (large - small) * (size - sizes[0]) / (sizes[1] - sizes[0])
-        moments = moments * shares
+    def peak(count: int) -> MemoryBreakdown:
+        moments = (least + (more - least) * (count - first) / first) * shares
         moments[:, TEMPORARIES] += gathered
         return MemoryBreakdown(*map(int, moments[moments.sum(1).argmax()]))
 
+    memory = card.memory_gib * tensor_facts.GIB
     return {
-        "peak": peak(sizes[0])._asdict(),
-        "largest_batch": largest_fitting_batch(peak, sizes[0], room),
+        "memory": memory,
+        "peak": peak(size)._asdict(),
+        "largest_batch": largest_fitting_batch(peak, size, USABLE_MEMORY_SHARE * memory),
     }
 
 
 def _speed(
-    spec: RunSpec, precision: Precision, own: Rehearsed, host: Rehearsed, base: Rehearsed
+    spec: RunSpec, precision: Precision, host: Rehearsed, base: Rehearsed
 ) -> dict[str, Any]:
     """Return the fields of a CardPlan on speed and price.
 
     Args:
         spec: of the run.
         precision: of the run.
-        own: its step.
-        host: the step of the 16 bits beside its converted layers, which are watched.
+        host: its step, but for converted layers, which compute in 16 bits and are watched.
         base: the step of the baseline.
     """
     card, settings = spec.section(DeviceSpec), spec.section(PlanSpec)
@@ -301,14 +317,19 @@ def _speed(
         # Converted layers end what a compiler fuses.
         plain = step_seconds(host.cost, card, False, False)
         change = recipe_change(host.cost, card, recipe)
-        step = _step(spec, own, replace(plain, gain=change.gain, casts=change.casts))
+        step = _step(spec, host, replace(plain, gain=change.gain, casts=change.casts))
         fields["covered"] = change.covered / baseline.total
         fields["most"] = baseline.total / (step.total - step.casts)
         fields["narrowest"] = narrowest_width(card, recipe)
     else:
         tf32 = product_format(precision) == "tf32"
-        step = _step(spec, own, step_seconds(own.cost, card, tf32, is_fused))
+        step = _step(spec, host, step_seconds(host.cost, card, tf32, is_fused))
+    if host.cost.operators * LAUNCH_SECONDS * spec.train.accumulate > step.total:
+        reason = "its speed is not said: launching its operators takes longer than they do"
+        return {"reason": reason, "parts": vars(step)}
     ratio = speed_ratio(baseline.total, step)
+    if host is base and not recipe:
+        ratio = (1.0, 1.0, 1.0)
     if settings.anchor:
         count = spec.train.batch_size * spec.train.accumulate * _tokens_of_example(spec)
         time = count / (settings.anchor * settings.gpus)

@@ -9,6 +9,7 @@ The constants below are fitted by bench/plan/fit.py to published steps; bench/re
 the errors, with each source left out in turn.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
@@ -18,7 +19,7 @@ import torch
 
 from runner.core import Precision, tensor_facts
 from runner.planning.room import DeviceSpec
-from runner.planning.step_cost import StepCost
+from runner.planning.step_cost import Product, StepCost
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,30 @@ class Fit:
         slowest, fastest: ends of the 80 % interval of a step's time, over the model's.
     """
 
-    product: float = 1.191
-    narrow_product: float = 1.07
-    narrow_width: float = 328.464
-    rowwise: float = 0.783
+    product: float = 1.208
+    narrow_product: float = 1.084
+    narrow_width: float = 342.53
+    rowwise: float = 0.782
     block: float = 0.797
     mxfp8: float = 0.854
-    tf32: float = 0.736
-    error: float = 0.091
+    tf32: float = 0.737
+    error: float = 0.096
     slowest: float = 1.45
-    fastest: float = 0.91
+    fastest: float = 0.9
 
 
 FIT = Fit()
 ATTENTION_REACH = 0.35
 """Share of the rate of large products that fused attention reaches, forward and backward."""
+LAUNCH_SECONDS = 5e-6
+"""What launching an operator takes, about, uncompiled."""
 LEAST_ERROR = 0.03
 """Half the width of the interval of a ratio where no product changes its format."""
+
+
+WINOGRAD = (2.25, 4.0)
+"""Factors by which libraries multiply less in a 3 x 3 convolution of float32: of tiles of 2 x 2
+outputs, which are usual, and of 4 x 4 (Lavin and Gray, arXiv:1509.09308, section 4)."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,23 @@ def half_format(card: DeviceSpec) -> str:
     return "bfloat16" if "bfloat16" in card.tflops else "float16"
 
 
+def has_winograd(product: Product, tf32: bool) -> bool:
+    """Return whether a product is a convolution that libraries compute by fewer multiplications."""
+    return product.is_3x3 and product.dtype == "float32" and not tf32
+
+
+def product_rate(card: DeviceSpec, dtype: str, tf32: bool) -> float:
+    """Return the operations per second of large products of a dtype.
+
+    Args:
+        card: without bfloat16 it computes what would be in it in float16.
+        dtype: of the operands; complex numbers count as those that they are made of.
+        tf32: products of float32 run in TF32.
+    """
+    names = {"bfloat16": half_format(card), "float32": "tf32" if tf32 else "float32"}
+    return card.ceiling(names.get(dtype, dtype)) or card.ceiling("float32") or 1.0
+
+
 def step_seconds(
     cost: StepCost, card: DeviceSpec, tf32: bool, is_fused: bool, fit: Fit = FIT
 ) -> StepSeconds:
@@ -154,21 +179,18 @@ def step_seconds(
         is_fused: whether a compiler fuses pointwise operators.
         fit: the constants.
     """
-    names = {"bfloat16": half_format(card), "float32": "tf32" if tf32 else "float32"}
-
-    def rate(dtype: str) -> float:
-        # A complex product is several real ones, which the count of operations has.
-        return card.ceiling(names.get(dtype, dtype)) or card.ceiling("float32") or 1.0
-
-    products = overhead = 0.0
+    products = overhead = attention = 0.0
     for one, count in cost.products.items():
-        slowed = one.flops * fit.product / rate(one.dtype)
-        if names.get(one.dtype) == "tf32":
+        rate = product_rate(card, one.dtype, tf32)
+        flops = one.flops / (WINOGRAD[0] if has_winograd(one, tf32) else 1)
+        slowed = flops * fit.product / rate
+        if tf32 and one.dtype == "float32":
             slowed /= fit.tf32
-        best = max(one.flops / rate(one.dtype), one.bytes / card.copy_rate)
+        best = max(flops / rate, one.bytes / card.copy_rate)
         products += count * best
         overhead += count * max(slowed - best, 0)
-    attention = sum(flops / rate(dtype) for dtype, flops in cost.attention.items())
+    for dtype, flops in cost.attention.items():
+        attention += flops / product_rate(card, dtype, tf32)
     return StepSeconds(
         products,
         overhead,
@@ -176,6 +198,15 @@ def step_seconds(
         cost.traffic[is_fused] / card.copy_rate,
         cost.update / card.copy_rate,
     )
+
+
+def least_seconds(cost: StepCost, card: DeviceSpec, tf32: bool = False) -> float:
+    """Return a time that no step is below: its products and attention at the card's ceilings."""
+    flops = Counter(cost.attention)
+    for one, count in cost.products.items():
+        fewer = WINOGRAD[1] if has_winograd(one, tf32) else 1
+        flops[one.dtype] += count * one.flops / fewer  # type: ignore[assignment]
+    return sum(each / product_rate(card, dtype, tf32) for dtype, each in flops.items())
 
 
 class RecipeChange(NamedTuple):

@@ -9,11 +9,10 @@ from rich.table import Table
 from torch import nn
 
 from runner.core import (
+    ConfigError,
     ConversionPlan,
-    Precision,
     RunContext,
     RunResult,
-    RunSpec,
     files,
     random_streams,
     run_context,
@@ -28,7 +27,9 @@ from runner.diagnostics.memory.forecast import (
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.modes.execution import read_initial_weights
 from runner.planning.card_answer import PLAN, card_rows, plan_metrics, read_quality
-from runner.planning.card_plan import plan_card
+from runner.planning.card_plan import plan_card, rehearse
+from runner.planning.card_speed import least_seconds, product_format, step_seconds
+from runner.planning.measured_device import MEASURED, measure_device
 from runner.planning.room import QUALITY, DeviceSpec
 from runner.precision.casting import KeptInFloat32
 from runner.training.compile import check_compile_options
@@ -71,11 +72,11 @@ def plan(run: RunContext) -> run_context.RunOutcome | None:
     rows = _overview(run, built)
     planned = None
     if card.name:
-        planned = plan_card(run, report, found)
+        planned = plan_card(spec, precision, report, found)
         quality = read_quality(spec, planned.precision)
         rows |= {"device": card.name} | card_rows(planned, spec)
     else:
-        rows |= _peak_rows(spec, precision, device, found)
+        rows |= _peak_rows(run, found)
     for name, text in rows.items():
         table.add_row(name, text)
     run.console.print(table)
@@ -137,10 +138,9 @@ def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:
     }
 
 
-def _peak_rows(
-    spec: RunSpec, precision: Precision, device: torch.device, found: ConversionPlan
-) -> dict[str, str]:
-    """Return the table's rows on the memory of a step and the largest batch that fits."""
+def _peak_rows(run: RunContext, found: ConversionPlan) -> dict[str, str]:
+    """Return the table's rows on a step's memory and time, and the largest batch that fits."""
+    spec, precision, device = run.spec, run.precision, run.accelerator.device
     batch_size = spec.train.batch_size
     try:
         forecast = peak_forecast(spec, precision, device, found)
@@ -161,9 +161,32 @@ def _peak_rows(
     }
     if precision.emulated:
         rows["emulated"] = "this memory is the emulation's; the hardware's own layers may hold less"
+    rows |= _bound_row(run, found)
     if forecast.fallback:
         rows["predicted from"] = f"real steps on few examples; on fake tensors: {forecast.fallback}"
     return rows
+
+
+def _bound_row(run: RunContext, found: ConversionPlan) -> dict[str, str]:
+    """Return the table's row on the time of a step here, from products that are measured now; none
+    where the precision is emulated, packs weights, or its operators want values."""
+    precision, accelerator = run.precision, run.accelerator
+    if precision.emulated or precision.converts_layers or accelerator.device.type not in MEASURED:
+        return {}
+    try:
+        cost = rehearse(run.spec, precision, found, run.spec.train.batch_size).cost
+    except ConfigError:
+        return {}
+    dtype = product_format(precision)
+    card = measure_device(accelerator, (dtype, "float32"))
+    tf32 = dtype == "tf32"
+    count = run.spec.train.accumulate
+    bound = 1000 * count * least_seconds(cost, card, tf32)
+    expected = 1000 * count * step_seconds(cost, card, tf32, bool(run.spec.train.compile)).total
+    return {
+        "a step takes": f"at least {bound:.3g} ms, for its products at {card.tflops[dtype]:.3g} "
+        f"TFLOP/s, measured now; expected: {expected:.3g} ms"
+    }
 
 
 def _dtypes(model: nn.Module) -> str:

@@ -1,6 +1,6 @@
 """mode=plan: what a run would hold, convert and cost, on this machine and on a card."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -153,8 +153,9 @@ class Plan(Mode):
 
         return plan(context)
 
-    def records_sweep(self, config: Mapping[str, Any]) -> bool:
-        return bool(config["device"]) and config["device"]["name"] is not None
+    def records_sweep(self, config: Any) -> bool:
+        words = config.hydra.overrides.task
+        return any(word.startswith(("device=", "device.")) for word in words)
 
 
 QUALITY = "plan/speed_ratio"

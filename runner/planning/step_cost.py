@@ -41,6 +41,7 @@ class Operator:
         reads, writes: bytes by the tensor that they are of, a number that no two tensors share.
         shape: rows, contracted width and outputs of a product; empty for others.
         module: the watched one whose forward it is in; empty outside of them.
+        is_3x3: whether it is a convolution of 3 x 3 pixels and stride 1.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Operator:
     writes: Mapping[int, float]
     shape: tuple[int, ...] = ()
     module: str = ""
+    is_3x3: bool = False
 
     @property
     def bytes(self) -> float:
@@ -131,7 +133,14 @@ class StepTracker(MemoryTracker):
         if kind == PRODUCT and module:
             rows, width = outputs[0].numel() // outputs[0].shape[-1], outputs[0].shape[-1]
             shape = (rows, int(flops / (2 * rows * width)), width)
-        self.operators.append(Operator(kind, phase, dtype, flops, reads, writes, shape, module))
+        is_3x3 = (
+            name.startswith("convolution")
+            and [*named["weight"].shape[2:]] == [3, 3]
+            and {*named["stride"]} == {1}
+        )
+        self.operators.append(
+            Operator(kind, phase, dtype, flops, reads, writes, shape, module, is_3x3)
+        )
 
     def _bytes(self, tensors: Sequence[Tensor]) -> dict[int, float]:
         """Return the bytes of each storage that an operator touches, by the storage's number."""
@@ -211,6 +220,7 @@ class Product(NamedTuple):
             others.
         is_again: whether that forward is computed again, in the backward.
         is_frozen: whether the module's weights get no gradient.
+        is_3x3: whether it is a convolution of 3 x 3 pixels and stride 1.
     """
 
     dtype: str
@@ -219,6 +229,7 @@ class Product(NamedTuple):
     shape: tuple[int, ...] = ()
     is_again: bool = False
     is_frozen: bool = False
+    is_3x3: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,12 +241,14 @@ class StepCost:
         attention: operations by dtype.
         traffic: bytes that other operators read and write, alone and fused by a compiler.
         update: bytes of the optimizer's.
+        operators: how many there are.
     """
 
     products: Mapping[Product, int]
     attention: Mapping[str, float]
     traffic: tuple[float, float]
     update: float
+    operators: int
 
     @classmethod
     def of_operators(cls, operators: Sequence[Operator], frozen: Collection[str] = ()) -> Self:
@@ -253,13 +266,13 @@ class StepCost:
             elif one.kind == PRODUCT:
                 is_again = bool(one.shape) and one.phase == BACKWARD
                 is_frozen = one.module in frozen
-                products[
-                    Product(one.dtype, one.flops, one.bytes, one.shape, is_again, is_frozen)
-                ] += 1
+                size = one.flops, one.bytes, one.shape
+                products[Product(one.dtype, *size, is_again, is_frozen, one.is_3x3)] += 1
         others = [one for one in operators if one.phase != UPDATE]
         updates = [one for one in operators if one.phase == UPDATE]
         traffic = moved_bytes(others, False), moved_bytes(others, True)
-        return cls(products, attention, traffic, sum(one.bytes for one in updates))
+        update = sum(one.bytes for one in updates)
+        return cls(products, attention, traffic, update, len(operators))
 
     @property
     def flops(self) -> float:

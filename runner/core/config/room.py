@@ -92,7 +92,7 @@ class Mode:
         """
         raise NotImplementedError
 
-    def records_sweep(self, config: Mapping[str, Any]) -> bool:
+    def records_sweep(self, config: Any) -> bool:
         """Return whether a sweep of a composed config is a run of the store."""
         return self.is_recorded or self.chooses_jobs
 
