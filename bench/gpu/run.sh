@@ -3,11 +3,12 @@
 #
 # Needs python3 (3.11 or 3.12) with torch and torchvision, one NVIDIA GPU and no network. Installs
 # every wheel of the folder WHEELS (bench/gpu/wheels.sh makes one) beside them, runs the tests marked
-# gpu beside a sweep of every precision, then measures throughput alone, and writes gpu.json, gpu.md
+# gpu beside a sweep of every precision, then measures throughput alone, then the six shapes whose speeds
+# bench/results/plan_predictions.json predicts (plan_scores.json has both), and writes gpu.json, gpu.md
 # and a log per stage to the folder OUT: after each stage, so that a run that is cut off leaves what
 # it had.
 #
-# STAGES="tests sweep throughput" chooses, LIMIT is each stage's limit in seconds, WIDTHS the hidden
+# STAGES="tests sweep throughput predictions" chooses, LIMIT is each stage's limit in seconds, WIDTHS the hidden
 # sizes (the largest first), COMMIT names the commit where there is no git.
 set -uo pipefail
 wheels=$(realpath "${1:?the folder of wheels}") out=$(realpath -m "${2:?the folder for results}")
@@ -26,7 +27,7 @@ unset LD_BIND_NOW  # TransformerEngine resolves one symbol that cuBLAS may lack 
 
 stage() {  # name, command...
   local name=$1 rc; shift
-  case " ${STAGES:-tests sweep throughput} " in *" $name "*) ;; *) return ;; esac
+  case " ${STAGES:-tests sweep throughput predictions} " in *" $name "*) ;; *) return ;; esac
   echo "== $name: $*"
   timeout --signal=INT --kill-after=20 "$limit" "$@" >"$out/$name.log" 2>&1
   rc=$?
@@ -45,4 +46,5 @@ stage tests python3 -m pytest -m gpu tests/gpu -rs -p no:cacheprovider --tb=shor
 wait
 stage throughput python3 bench/gpu/throughput.py --out "$out/throughput.jsonl" \
   --widths ${WIDTHS:-4096 2048 1024}
+stage predictions python3 -m bench.plan.predictions --measure "$out/plan_scores.json"
 cat "$out/gpu.md"

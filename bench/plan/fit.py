@@ -3,9 +3,9 @@
     python -m bench.plan.fit
 
 Each pair of published speeds has one ratio. The constants are fitted to the sum of |error|^1.3 of
-the logarithms, with a weak prior, once to all rows and once without each source, whose rows are then
-predicted. The interval's width is the 80th percentile of those errors over the time that the format
-changes; its coverage is that of widths from the other sources alone.
+the logarithms, with a weak prior, once to all rows and once without each source, whose rows are
+then predicted. The interval's width is the 80th percentile of those errors over the time that the
+format changes; its coverage is that of widths from the other sources alone.
 """
 
 import math
@@ -31,7 +31,6 @@ from runner.planning.card_speed import (
     LEAST_ERROR,
     Fit,
     StepSeconds,
-    product_format,
     recipe_change,
     recipe_of,
     step_seconds,
@@ -188,18 +187,27 @@ def main() -> None:
         ]
     times = []
     for each in SPEEDS:
-        pair = Pair(each.source, each.name, each.job, each.precision, each.speed, each.precision, each.speed)
+        pair = Pair(
+            each.source, each.name, each.job, each.precision, each.speed, each.precision, each.speed
+        )
         step = seconds_in(pair, each.job, each.precision, each.precision, everything)
         times.append((each, each.job.rows / each.speed / step.total))
     slowest, fastest = np.quantile([factor for _, factor in times], (0.9, 0.1))
     constants = replace(
-        everything, error=round(width, 3), slowest=round(float(slowest), 2), fastest=round(float(fastest), 2)
+        everything,
+        error=round(width, 3),
+        slowest=round(float(slowest), 2),
+        fastest=round(float(fastest), 2),
     )
     report(constants, left_out, covered, times, sources)
 
 
 def report(
-    constants: Fit, left_out: Sequence[Prediction], covered: Sequence[bool], times: Any, sources: Any
+    constants: Fit,
+    left_out: Sequence[Prediction],
+    covered: Sequence[bool],
+    times: Any,
+    sources: Any,
 ) -> None:
     """Write the page and the file of constants."""
     errors = np.abs([math.exp(one.error) - 1 for one in left_out])
@@ -222,18 +230,37 @@ def report(
                 f"{now.ratio:.3f}",
             ]
         )
-    head = ["source", "job", "precision", "against", "published", "predicted without the source", "error", "80 % interval", "fitted to all"]
+    head = [
+        "source",
+        "job",
+        "precision",
+        "against",
+        "published",
+        "predicted without the source",
+        "error",
+        "80 % interval",
+        "fitted to all",
+    ]
     time_rows = [
         [each.source, each.name, each.precision, f"{each.speed:,.0f}", f"{factor:.2f}"]
         for each, factor in times
     ]
-    time_head = ["source", "job", "precision", "published, per second and card", "its time over the predicted"]
+    time_head = [
+        "source",
+        "job",
+        "precision",
+        "published, per second and card",
+        "its time over the predicted",
+    ]
     body = [
         table(["what", "value"], [[name, str(value)] for name, value in facts.items()]),
         f"Attention reaches {ATTENTION_REACH} of the rate of products in all rows: an assumption.",
-        "## Ratios", table(head, rows),
-        "## Times of a step, from which the range without an anchor is", table(time_head, time_rows),
-        "## Constants", table(["constant", "value"], [[k, str(v)] for k, v in asdict(constants).items()]),
+        "## Ratios",
+        table(head, rows),
+        "## Times of a step, from which the range without an anchor is",
+        table(time_head, time_rows),
+        "## Constants",
+        table(["constant", "value"], [[k, str(v)] for k, v in asdict(constants).items()]),
     ]
     write("plan", (__doc__ or "").splitlines()[0], "\n\n".join(body))
     write_rows(RESULTS / "plan.json", {"constants": asdict(constants), "facts": facts})

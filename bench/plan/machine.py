@@ -3,8 +3,8 @@
     python -m bench.plan.machine
 
 bound: the products and attention of a step at the rate that the best large product reached, just
-before. expected: runner.planning.card_speed's, with the bandwidth of a copy. measured: the least and
-the median of several steps on random data, in one process.
+before. expected: runner.planning.card_speed's, with the bandwidth of a copy. measured: the least
+and the median of several steps on random data, in one process.
 """
 
 import statistics
@@ -52,7 +52,9 @@ def measured_seconds(overrides: tuple[str, ...]) -> list[float]:
     def micro_batches(count: int) -> list[Batch]:
         return [example_batch(spec, count, device)]
 
-    rehearsal = build_rehearsal(spec, precision, device, ConversionPlan(), micro_batches, fake=False)
+    rehearsal = build_rehearsal(
+        spec, precision, device, ConversionPlan(), micro_batches, fake=False
+    )
     times = []
     with precision.session(rehearsal.state.plain_model, device):
         batch = micro_batches(size)

@@ -54,7 +54,9 @@ def main() -> None:
         rows.append([str(width), name, *cells])
         print(rows[-1], flush=True)
     worst = max(errors, key=abs)
-    text = f"{len(errors)} peaks: median {statistics.median(map(abs, errors)):.1%}, worst {worst:+.1%}"
+    text = (
+        f"{len(errors)} peaks: median {statistics.median(map(abs, errors)):.1%}, worst {worst:+.1%}"
+    )
     head = ["width", "precision", "predicted GiB", "measured GiB", "error"]
     write("plan_memory", (__doc__ or "").splitlines()[0], f"{text}\n\n{table(head, rows)}")
 

@@ -77,7 +77,7 @@ def gpt(layers: int, width: int, vocabulary: int, batch: int, length: int, *more
 def llama(
     sizes: tuple[int, int, int, int, int], vocabulary: int, batch: int, length: int, *more: str
 ) -> list[str]:
-    """Return the overrides of a Llama: width, gated feed-forward, layers, heads, key-value heads."""
+    """Return the overrides of a Llama: width, feed-forward, layers, heads, key-value heads."""
     width, hidden, layers, heads, groups = sizes
     config = (
         f"hidden_size:{width},intermediate_size:{hidden},num_hidden_layers:{layers},"
@@ -134,7 +134,17 @@ FOUNDRY = {"beside": "bf16-mixed", "ignored": ("head",)}
 PAIRS = [
     # llm-foundry, scripts/train/benchmarking: FSDP, TransformerEngine with delayed scaling.
     *(
-        Pair("llm-foundry", f"MPT-1B, {name}", base, "bf16-mixed", a, "transformer-engine", b, job=job, **FOUNDRY)
+        Pair(
+            "llm-foundry",
+            f"MPT-1B, {name}",
+            base,
+            "bf16-mixed",
+            a,
+            "transformer-engine",
+            b,
+            job=job,
+            **FOUNDRY,
+        )
         for name, base, job, a, b in (
             ("56 x 512", mpt(24, 2048, 56, 512), None, 52275, 70315),
             ("3 and 2 x 8192", mpt(24, 2048, 3, 8192), mpt(24, 2048, 2, 8192), 29157, 32010),
@@ -143,27 +153,102 @@ PAIRS = [
     ),
     # pytorch/ao, docs, workflows/training.md.
     *(
-        Pair("torchao", f"Llama 3 8B on {name}", torchao(card), "bf16-mixed", base, precision, speed, ignored=LAST, fuses=True)
+        Pair(
+            "torchao",
+            f"Llama 3 8B on {name}",
+            torchao(card),
+            "bf16-mixed",
+            base,
+            precision,
+            speed,
+            ignored=LAST,
+            fuses=True,
+        )
         for name, card, base, speeds in (
             ("H100", META_H100, 6150, {"float8-tensorwise": 7689.5, "float8-rowwise": 6768}),
-            ("B200", B200, 8307.5, {"float8-tensorwise": 10417, "torchao-mxfp8": 9969, "float8-rowwise": 8640.5}),
+            (
+                "B200",
+                B200,
+                8307.5,
+                {"float8-tensorwise": 10417, "torchao-mxfp8": 9969, "float8-rowwise": 8640.5},
+            ),
         )
         for precision, speed in speeds.items()
     ),
     # pytorch/torchtitan, benchmarks of 2024-12.
-    Pair("torchtitan", "Llama 3.1 8B, 2 x 8192", TITAN, "bf16-mixed", 6667, "float8-tensorwise", 8532, ignored=LAST, fuses=True),
+    Pair(
+        "torchtitan",
+        "Llama 3.1 8B, 2 x 8192",
+        TITAN,
+        "bf16-mixed",
+        6667,
+        "float8-tensorwise",
+        8532,
+        ignored=LAST,
+        fuses=True,
+    ),
     # bench/results/gpu/h200.md.
     *(
-        Pair("own", f"GPT, width {width}", own(width, compiled), "bf16-mixed", base, precision, speed, beside)
+        Pair(
+            "own",
+            f"GPT, width {width}",
+            own(width, compiled),
+            "bf16-mixed",
+            base,
+            precision,
+            speed,
+            beside,
+        )
         for width, compiled, base, beside, speeds in (
-            (4096, False, 80073, "bf16-true", {"transformer-engine": 132214, "transformer-engine-block": 112576, "transformer-engine-current": 127677, "transformer-engine-float16": 137118}),
-            (2048, False, 232250, "bf16-true", {"transformer-engine": 331168, "transformer-engine-block": 288523, "transformer-engine-current": 311914, "transformer-engine-float16": 340843}),
-            (2048, True, 253311, "bf16-mixed", {"float8-rowwise": 229618, "float8-rowwise-hp": 275315, "float8-tensorwise": 283659}),
+            (
+                4096,
+                False,
+                80073,
+                "bf16-true",
+                {
+                    "transformer-engine": 132214,
+                    "transformer-engine-block": 112576,
+                    "transformer-engine-current": 127677,
+                    "transformer-engine-float16": 137118,
+                },
+            ),
+            (
+                2048,
+                False,
+                232250,
+                "bf16-true",
+                {
+                    "transformer-engine": 331168,
+                    "transformer-engine-block": 288523,
+                    "transformer-engine-current": 311914,
+                    "transformer-engine-float16": 340843,
+                },
+            ),
+            (
+                2048,
+                True,
+                253311,
+                "bf16-mixed",
+                {
+                    "float8-rowwise": 229618,
+                    "float8-rowwise-hp": 275315,
+                    "float8-tensorwise": 283659,
+                },
+            ),
         )
         for precision, speed in speeds.items()
     ),
     *(
-        Pair("own", f"GPT, width {width}", own(width), "bf16-mixed", base, precision, speed, precision)
+        Pair(
+            "own",
+            f"GPT, width {width}",
+            own(width),
+            "bf16-mixed",
+            base,
+            precision,
+            speed,
+            precision,
+        )
         for width, base, speeds in (
             (4096, 80073, {"tf32": 36894, "16-mixed": 77058, "bf16-true": 86352}),
             (2048, 232250, {"tf32": 106635, "16-mixed": 223962, "bf16-true": 251949}),
@@ -171,11 +256,39 @@ PAIRS = [
         for precision, speed in speeds.items()
     ),
     # NVIDIA Deep Learning Examples, ResNet-50 v1.5.
-    Pair("NVIDIA examples", "ResNet-50 on A100", Job(RESNET, 256, ("device=a100-80",)), "bf16-mixed", 2470, "tf32", 938, "tf32"),
-    Pair("NVIDIA examples", "ResNet-50 on V100", Job(RESNET, 256, ("device=v100-32",)), "16-mixed", 1200, "32-true", 367, "32-true"),
+    Pair(
+        "NVIDIA examples",
+        "ResNet-50 on A100",
+        Job(RESNET, 256, ("device=a100-80",)),
+        "bf16-mixed",
+        2470,
+        "tf32",
+        938,
+        "tf32",
+    ),
+    Pair(
+        "NVIDIA examples",
+        "ResNet-50 on V100",
+        Job(RESNET, 256, ("device=v100-32",)),
+        "16-mixed",
+        1200,
+        "32-true",
+        367,
+        "32-true",
+    ),
     # Megatron-Bridge, archive of 26.04.01: against FP8 there, for it has no row in bfloat16.
     *(
-        Pair("Megatron-Bridge", f"Llama 3 70B on {card}", MEGATRON[card], "transformer-engine", base, precision, speed, "bf16-true", ignored=LAST)
+        Pair(
+            "Megatron-Bridge",
+            f"Llama 3 70B on {card}",
+            MEGATRON[card],
+            "transformer-engine",
+            base,
+            precision,
+            speed,
+            "bf16-true",
+            ignored=LAST,
+        )
         for card, base, speeds in (
             ("GB200", 4224, {"transformer-engine-mxfp8": 3712, "transformer-engine-nvfp4": 4864}),
             ("GB300", 5248, {"transformer-engine-mxfp8": 4864, "transformer-engine-nvfp4": 7296}),
@@ -193,19 +306,67 @@ SPEEDS = [
             ("MPT-1B, 1 x 32768", mpt(24, 2048, 1, 32768), 12025),
             ("MPT-7B", mpt(32, 4096, 6, 2048), 10643),
             ("MPT-13B", mpt(40, 5120, 2, 2048), 4792),
-            ("MPT-30B on H100", mpt(48, 7168, 3, 2048, "train.activation_checkpointing=true"), 2002),
-            ("MPT-30B on A100", Job(gpt(48, 7168, 50368, 3, 2048, "train.activation_checkpointing=true"), 6144, ("device=a100-80",), 8), 916),
+            (
+                "MPT-30B on H100",
+                mpt(48, 7168, 3, 2048, "train.activation_checkpointing=true"),
+                2002,
+            ),
+            (
+                "MPT-30B on A100",
+                Job(
+                    gpt(48, 7168, 50368, 3, 2048, "train.activation_checkpointing=true"),
+                    6144,
+                    ("device=a100-80",),
+                    8,
+                ),
+                916,
+            ),
         )
     ),
     Speed("torchao", "Llama 3 8B on H100", torchao(META_H100), "bf16-mixed", 6150),
     Speed("torchao", "Llama 3 8B on B200", torchao(B200), "bf16-mixed", 8307.5),
     Speed("torchtitan", "Llama 3.1 8B", TITAN, "bf16-mixed", 6667),
-    Speed("NeMo Automodel", "Llama 3 8B, LoRA", Job(llama(LLAMA_8B, 128256, 2, 4096, LORA), 8192, ("device=h100",)), "bf16-true", 12473),
-    Speed("NeMo Automodel", "Qwen 2.5 7B, LoRA", Job(llama((3584, 18944, 28, 28, 4), 152064, 2, 4096, LORA), 8192, ("device=h100",)), "bf16-true", 14110),
-    *(
-        Speed("own", f"GPT, width {width}{', compiled' if compiled else ''}", own(width, compiled), "bf16-mixed", speed)
-        for width, compiled, speed in ((4096, False, 80073), (4096, True, 85920), (2048, False, 232250), (2048, True, 253311))
+    Speed(
+        "NeMo Automodel",
+        "Llama 3 8B, LoRA",
+        Job(llama(LLAMA_8B, 128256, 2, 4096, LORA), 8192, ("device=h100",)),
+        "bf16-true",
+        12473,
     ),
-    Speed("NVIDIA examples", "ResNet-50 on A100", Job(RESNET, 256, ("device=a100-80",)), "bf16-mixed", 2470),
-    Speed("NVIDIA examples", "ResNet-50 on V100", Job(RESNET, 256, ("device=v100-32",)), "16-mixed", 1200),
+    Speed(
+        "NeMo Automodel",
+        "Qwen 2.5 7B, LoRA",
+        Job(llama((3584, 18944, 28, 28, 4), 152064, 2, 4096, LORA), 8192, ("device=h100",)),
+        "bf16-true",
+        14110,
+    ),
+    *(
+        Speed(
+            "own",
+            f"GPT, width {width}{', compiled' if compiled else ''}",
+            own(width, compiled),
+            "bf16-mixed",
+            speed,
+        )
+        for width, compiled, speed in (
+            (4096, False, 80073),
+            (4096, True, 85920),
+            (2048, False, 232250),
+            (2048, True, 253311),
+        )
+    ),
+    Speed(
+        "NVIDIA examples",
+        "ResNet-50 on A100",
+        Job(RESNET, 256, ("device=a100-80",)),
+        "bf16-mixed",
+        2470,
+    ),
+    Speed(
+        "NVIDIA examples",
+        "ResNet-50 on V100",
+        Job(RESNET, 256, ("device=v100-32",)),
+        "16-mixed",
+        1200,
+    ),
 ]

@@ -122,11 +122,12 @@ def plan_metrics(plan: CardPlan) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if value}
 
 
-def card_rows(plan: CardPlan, spec: RunSpec) -> dict[str, str]:
+def card_rows(plan: CardPlan, quality: Quality, spec: RunSpec) -> dict[str, str]:
     """Return the rows of a single plan's table.
 
     Args:
         plan: for a card.
+        quality: of its precision.
         spec: of the run.
     """
     gib = tensor_facts.GIB
@@ -139,6 +140,8 @@ def card_rows(plan: CardPlan, spec: RunSpec) -> dict[str, str]:
     if not plan.ratio or not plan.seconds:
         return rows | {"speed": plan.reason}
     speed, most, step = _speed_cells(plan)
+    if quality.text:
+        rows["quality"] = quality.text
     rows["speed"] = f"{speed} × {plan.baseline} there, with its 80 % interval"
     if plan.most:
         rows["bound"] = (

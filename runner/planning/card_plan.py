@@ -1,7 +1,6 @@
 """mode=plan device=<card>: what a precision holds, costs and gains on a card that is not here."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,10 +19,7 @@ from runner.core import (
     tensor_facts,
 )
 from runner.data.task_target import build_task
-from runner.diagnostics.memory.forecast import (
-    build_rehearsal,
-    largest_fitting_batch,
-)
+from runner.diagnostics.memory.forecast import build_rehearsal, largest_fitting_batch
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE
 from runner.diagnostics.memory.memory_tracker import (
     GRADIENTS,
@@ -102,7 +98,6 @@ class CardPlan:
     def fits(self) -> bool:
         """Return whether the configured micro-batch fits the card."""
         return bool(self.peak) and sum(self.peak.values()) <= USABLE_MEMORY_SHARE * self.memory
-
 
 
 class Rehearsed(NamedTuple):
@@ -194,17 +189,16 @@ def rehearse(
     Raises:
         ConfigError: its operators want values.
     """
-    if precision is None:
-        precision = targets.build_group("precision", spec.precision)
+    own: Precision = precision or targets.build_group("precision", spec.precision)
 
     def micro_batches(count: int) -> list[Any]:
         # Further ones hold what the second does.
         return [example_batch(spec, count, CPU) for _ in range(min(spec.train.accumulate, 2))]
 
     try:
-        rehearsal = build_rehearsal(spec, precision, CPU, found, micro_batches, fake=True)
+        rehearsal = build_rehearsal(spec, own, CPU, found, micro_batches, fake=True)
         model = rehearsal.state.plain_model
-        with as_on_hardware(model, precision) as tape:
+        with as_on_hardware(model, own) as tape:
             frozen = set()
             for name in watched:
                 # A stack of experts is named by its weight.
@@ -223,9 +217,9 @@ def rehearse(
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"device={spec.section(DeviceSpec).name}: a step of {size} examples with precision="
-            f"{precision.name} and optimizer={spec.optimizer.get('_target_')} does not run on "
-            f"tensors without values: {reason}. Type optimizer=adamw or another model, precision or "
-            "train.batch_size, or mode=plan without device=, which takes real steps."
+            f"{own.name} and optimizer={spec.optimizer.get('_target_')} does not run on "
+            f"tensors without values: {reason.rstrip('.')}. Type another one, optimizer=adamw, or "
+            "mode=plan without device=, which takes real steps."
         ) from error
     return Rehearsed(model, tracked.timeline, StepCost.of_operators(tracked.operators, frozen))
 
@@ -297,9 +291,7 @@ def _memory(
     }
 
 
-def _speed(
-    spec: RunSpec, precision: Precision, host: Rehearsed, base: Rehearsed
-) -> dict[str, Any]:
+def _speed(spec: RunSpec, precision: Precision, host: Rehearsed, base: Rehearsed) -> dict[str, Any]:
     """Return the fields of a CardPlan on speed and price.
 
     Args:

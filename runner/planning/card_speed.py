@@ -81,10 +81,9 @@ class Recipe:
     products: int = 3
 
 
-
 # Casts: TransformerEngine reads 16 bits and writes two layouts, with scales of the current tensor
-# after a pass for the maximum. torchao: its own account, testing/training/roofline_utils.py, without
-# fusion with the operator before.
+# after a pass for the maximum. torchao: its own account, testing/training/roofline_utils.py,
+# without fusion with the operator before.
 RECIPES: Mapping[str, Recipe] = {
     "delayed": Recipe("float8", (4, 4, 4)),
     "current": Recipe("float8", (6, 6, 6)),
@@ -223,9 +222,7 @@ class RecipeChange(NamedTuple):
     covered: float
 
 
-def recipe_change(
-    cost: StepCost, card: DeviceSpec, recipe: Recipe, fit: Fit = FIT
-) -> RecipeChange:
+def recipe_change(cost: StepCost, card: DeviceSpec, recipe: Recipe, fit: Fit = FIT) -> RecipeChange:
     """Return what a recipe changes in a step.
 
     Args:

@@ -13,9 +13,7 @@ from runner.core import accelerators, files, random_streams, tensor_facts
 from runner.diagnostics.memory.limits import memory_limit
 from runner.planning.room import DeviceSpec
 
-DTYPES = {
-    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
 """Edges of the square matrices that are multiplied: the best one counts."""
 _COPIED_BYTES = {"cpu": 2**28, "cuda": 2**31}

@@ -70,11 +70,10 @@ def plan(run: RunContext) -> run_context.RunOutcome | None:
     title = f"plan: {run.label}" + (f" on {card.name}" if card.name else "")
     table = Table(title=title, title_justify="left", show_header=False)
     rows = _overview(run, built)
-    planned = None
-    if card.name:
-        planned = plan_card(spec, precision, report, found)
-        quality = read_quality(spec, planned.precision)
-        rows |= {"device": card.name} | card_rows(planned, spec)
+    quality = read_quality(spec, precision.name)
+    planned = plan_card(spec, precision, report, found) if card.name else None
+    if planned:
+        rows |= {"device": planned.card} | card_rows(planned, quality, spec)
     else:
         rows |= _peak_rows(run, found)
     for name, text in rows.items():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from runner.core import ConfigError, Mode, Room, RunResult, RunSpec, Unavailable, errors
+from runner.core import Mode, Room, RunResult, RunSpec, Unavailable, errors
 
 if TYPE_CHECKING:
     from runner.core import LoadedCheckpoint, RunContext, Strategy, run_context
@@ -119,7 +119,7 @@ class PlanSpec:
 
 
 class Plan(Mode):
-    """Print what a run would hold and convert, without its data, and what a card would make of it."""
+    """Print what a run would hold and convert, without its data, here or on a card."""
 
     name = "plan"
     needs_data = False
@@ -171,7 +171,5 @@ def _sweep_answer(results: Sequence[RunResult]) -> Any:
 
 
 ROOM = Room(
-    sections={"device": DeviceSpec, "plan": PlanSpec},
-    modes=(Plan(),),
-    sweep_answer=_sweep_answer,
+    sections={"device": DeviceSpec, "plan": PlanSpec}, modes=(Plan(),), sweep_answer=_sweep_answer
 )

@@ -84,7 +84,7 @@ class StepTracker(MemoryTracker):
     def end_step(self) -> None:
         self._is_step = False
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Return 0: the kernels of this machine's CPU are not those of the card."""
         return 0
 
@@ -93,7 +93,8 @@ class StepTracker(MemoryTracker):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.name().partition("::")[2].partition(".")[0]
-        if self._is_step and func.namespace != "prim" and not (func.is_view or name.startswith(_FREE)):
+        is_free = func.namespace == "prim" or func.is_view or name.startswith(_FREE)
+        if self._is_step and not is_free:
             self._note(name, func, args, kwargs or {}, result)
         return result
 
@@ -105,42 +106,35 @@ class StepTracker(MemoryTracker):
         before = {t.untyped_storage()._cdata for t in inputs}
         for key in {t.untyped_storage()._cdata for t in outputs} - before:
             self._numbers.pop(key, None)
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args)}
-        written = [
-            named[argument.name]
-            for argument in func._schema.arguments
-            if argument.alias_info is not None
-            and argument.alias_info.is_write
-            and argument.name in named
-        ]
+        pairs = [*zip(func._schema.arguments, args, strict=False)]
+        named = {argument.name: value for argument, value in pairs} | {**kwargs}
+        written = [v for one, v in pairs if one.alias_info is not None and one.alias_info.is_write]
         writes = self._bytes([*outputs, *tensors_in(written)])
         reads = writes if name in _LOOKUPS else self._bytes(inputs)
         floating = [t for t in inputs if t.is_floating_point()] or outputs
         if not floating:
             return
-        kind, flops = _count_flops(name, func, {**named, **kwargs}, args, kwargs, result)
+        kind, flops = _count_flops(func, named, args, kwargs, result)
         if not kind:
             fuses = torch.Tag.pointwise in func.tags or name in _FUSED
             kind = POINTWISE if fuses else OTHER
-        phase = FORWARD
+        phase = UPDATE if self.updates else FORWARD
         if module_tape.is_in_backward():
             phase = BACKWARD
-        elif self.updates:
-            phase = UPDATE
         dtype = tensor_facts.dtype_name(max(floating, key=Tensor.numel).dtype)
         shape: tuple[int, ...] = ()
         module = self._running[-1] if self._running else ""
         if kind == PRODUCT and module:
-            rows, width = outputs[0].numel() // outputs[0].shape[-1], outputs[0].shape[-1]
+            width = outputs[0].shape[-1]
+            rows = outputs[0].numel() // width
             shape = (rows, int(flops / (2 * rows * width)), width)
         is_3x3 = (
             name.startswith("convolution")
             and [*named["weight"].shape[2:]] == [3, 3]
             and {*named["stride"]} == {1}
         )
-        self.operators.append(
-            Operator(kind, phase, dtype, flops, reads, writes, shape, module, is_3x3)
-        )
+        operator = Operator(kind, phase, dtype, flops, reads, writes, shape, module, is_3x3)
+        self.operators.append(operator)
 
     def _bytes(self, tensors: Sequence[Tensor]) -> dict[int, float]:
         """Return the bytes of each storage that an operator touches, by the storage's number."""
@@ -156,14 +150,11 @@ class StepTracker(MemoryTracker):
 
 
 def _count_flops(
-    name: str,
-    func: Any,
-    named: Mapping[str, Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    result: Any,
+    func: Any, named: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[str, float]:
-    """Return the kind of an operator that multiplies matrices, and its operations; "" for others."""
+    """Return the kind of an operator that multiplies matrices, and its operations; "" and 0 for
+    others."""
+    name = func.name()
     if "dot_product" in name:
         # torch counts full attention, and not the kernel of CPUs.
         flops = sdpa_flop_count(*(named[key].shape for key in ("query", "key", "value")))
@@ -172,7 +163,7 @@ def _count_flops(
         # A padding mask is the same for all queries.
         is_causal = named.get("is_causal") or (mask is not None and mask.stride(-2) != 0)
         return ATTENTION, flops * passes / (2 if is_causal else 1)
-    if name == "_grouped_mm":
+    if "_grouped_mm" in name:
         left, right = args[:2]
         # Of [T, K] and [E, K, N], or of [M, T] and [T, N] that are summed by groups of T.
         return PRODUCT, 2 * left.numel() * right.shape[-1]

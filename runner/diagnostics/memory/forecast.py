@@ -82,7 +82,7 @@ class Rehearsal:
         micro_batches: makes the micro-batches of a step, of so many examples each.
         tensors: the context of fake tensors; none for real ones.
         making: what was held while the model was made.
-        tracker: the class that tracks a step.
+        tracker: makes what tracks a step.
         evaluates: whether an evaluation follows, for which a step of 16-bit weights copies them.
     """
 
@@ -90,7 +90,7 @@ class Rehearsal:
     micro_batches: Callable[[int], list[Batch]]
     tensors: AbstractContextManager[object] = _REAL
     making: Sequence[MemoryBreakdown] = ()
-    tracker: type[MemoryTracker] = MemoryTracker
+    tracker: Callable[..., MemoryTracker] = MemoryTracker
     evaluates: bool = True
 
     def __post_init__(self) -> None:

@@ -132,9 +132,11 @@ class MemoryTracker(TorchDispatchMode):
         self.timeline.append(MemoryBreakdown(*now))
         return result
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> int:
         """Return the bytes that a kernel takes for itself in a call, see workspace_bytes."""
-        return workspace_bytes(*call, self.accumulates)
+        return workspace_bytes(func, args, kwargs, result, self.accumulates)
 
 
 def workspace_bytes(
