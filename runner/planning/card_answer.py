@@ -1,6 +1,7 @@
 """What plans for cards say: one table of precisions and cards, and one sentence."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +12,15 @@ from runner.output.markup import Cell, Table
 from runner.planning.card_plan import CardPlan
 from runner.planning.room import DeviceSpec, PlanSpec
 from runner.sweeps.report.load import find_parent_run, load_from_folder, load_from_store
+from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.report.wording import join_names, rating_words, verdict_words
 from runner.sweeps.verdict.answer import Answer, AnswerRecord
-from runner.sweeps.verdict.statistics import Verdict
+from runner.sweeps.verdict.statistics import Ratio, Verdict
 
 PLAN = "plan.json"
 """File in the folder of a plan for a card."""
 HEAD = ("precision", "card", "speed", "at most", "step, ms", "memory, GiB", "largest batch")
+BASELINE = "bf16-mixed"
 UNTRIED = "The quality was not tried: plan.quality=<a sweep> puts its verdict beside the speed."
 UNKNOWN = "Not known: contention, power limits, data loading, other kernels than those measured."
 
@@ -28,13 +31,14 @@ class Quality(NamedTuple):
     Attributes:
         text: the verdict, with how it was tested; empty where it was not.
         is_worse: whether it trains measurably worse.
-        equal_loss: time to an equal loss over the time of as many steps, of the trials; None where
-            they were not compared.
+        equal_loss: steps of bf16-mixed to the loss of 32-true over those of the precision: the least,
+            expected and greatest; 0 where it does not reach that loss; None where they were not
+            compared.
     """
 
     text: str = ""
     is_worse: bool = False
-    equal_loss: float | None = None
+    equal_loss: Sequence[float] | None = None
 
 
 def read_quality(spec: RunSpec, precision: str) -> Quality:
@@ -74,11 +78,25 @@ def read_quality(spec: RunSpec, precision: str) -> Quality:
     jobs = comparison.group.jobs
     emulated = "emulated, " if any(job.kernels == "emulated" for job in jobs) else ""
     seeds = "one seed" if len(jobs) == 1 else f"{len(jobs)} seeds"
-    ratio = None
-    if comparison.equal_loss and comparison.speed_ratio:
-        ratio = comparison.equal_loss.value / comparison.speed_ratio.value
+    ratios = _step_ratios(data)
+    ratio = ratios.get(precision)
+    base = ratios[BASELINE].value if BASELINE in ratios else 0.0
+    equal_loss = (
+        [each / (base or 1.0) for each in (ratio.low, ratio.value, ratio.high)] if ratio else None
+    )
     is_worse = comparison.verdict is Verdict.WORSE or bool(comparison.group.counts["diverged"])
-    return Quality(f"{words} ({emulated}{seeds})", is_worse, ratio)
+    return Quality(f"{words} ({emulated}{seeds})", is_worse, equal_loss)
+
+
+def _step_ratios(data: SweepData) -> dict[str, Ratio]:
+    """Return the steps of 32-true to an equal loss over those of each precision that was tried.
+
+    Speeds of emulated trials mean nothing, so that each step counts alike.
+    """
+    alike = {"step_ms": 1.0, "examples_per_second": 1.0, "kernels": ""}
+    jobs = [replace(job, result=replace(job.result, **alike)) for job in data.jobs]
+    compared = replace(data, jobs=jobs).compared
+    return {one.group.precision: one.equal_loss for one in compared if one.equal_loss}
 
 
 def answer_plans(results: Sequence[RunResult]) -> Answer | None:
@@ -183,11 +201,12 @@ def _sentences(found: Sequence[tuple[CardPlan, Quality]]) -> Iterator[str]:
 
 
 def _least_gain(plan: CardPlan, quality: Quality) -> float:
-    """Return the speed that a plan has at least, to an equal loss where that is known."""
+    """Return the speed that a plan has at least; 0 where it is measurably no faster to an equal
+    loss."""
     assert plan.ratio
-    factor = 1.0 if quality.equal_loss is None else quality.equal_loss
-    # A ratio to itself has no interval.
-    return factor * (1.0 if plan.precision == plan.baseline else plan.ratio[0])
+    if quality.equal_loss and plan.ratio[2] * quality.equal_loss[2] < 1:
+        return 0.0
+    return plan.ratio[0]
 
 
 def _choice(plan: CardPlan, quality: Quality) -> Iterator[str]:
@@ -217,8 +236,7 @@ def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
         if with_hours:
             row += [_interval(plan.hours), _interval(plan.price)]
         if with_quality:
-            ratio = plan.ratio and quality.equal_loss and plan.ratio[1] * quality.equal_loss
-            row += [quality.text, f"{ratio:.2f}" if ratio else ""]
+            row += [quality.text, _equal_loss_cell(plan, quality)]
         row += [plan.reason] if "why not" in head else []
         rows.append([*map(Cell, row)])
     return Table(head, rows)
@@ -232,6 +250,15 @@ def _speed_cells(plan: CardPlan) -> list[str]:
     milliseconds = [1000 * seconds for seconds in plan.seconds]
     is_baseline = plan.precision == plan.baseline
     return ["1.00" if is_baseline else speed, most, _interval(milliseconds)]
+
+
+def _equal_loss_cell(plan: CardPlan, quality: Quality) -> str:
+    if not plan.ratio or quality.equal_loss is None:
+        return ""
+    if not quality.equal_loss[1]:
+        return "not reached"
+    low, value, high = (a * b for a, b in zip(plan.ratio, quality.equal_loss, strict=True))
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _memory_cells(plan: CardPlan) -> list[str]:
