@@ -31,9 +31,9 @@ class Quality(NamedTuple):
     Attributes:
         text: the verdict, with how it was tested; empty where it was not.
         is_worse: whether it trains measurably worse.
-        equal_loss: steps of bf16-mixed to the loss of 32-true over those of the precision: the least,
-            expected and greatest; 0 where it does not reach that loss; None where they were not
-            compared.
+        equal_loss: steps of bf16-mixed to the loss of 32-true over those of the precision: the
+            least, expected and greatest; 0 where it does not reach that loss; None where they were
+            not compared.
     """
 
     text: str = ""
@@ -219,7 +219,7 @@ def _choice(plan: CardPlan, quality: Quality) -> Iterator[str]:
     if plan.price:
         yield f"{_interval(plan.price)} USD"
     if quality.text:
-        yield f"quality {quality.text}"
+        yield f"quality: {quality.text}"
 
 
 def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
