@@ -66,16 +66,18 @@ def read_quality(spec: RunSpec, precision: str) -> Quality:
         data = load_from_store(reader, find_parent_run(reader, name))
     found = {}
     for verdict in data.advice.verdicts if data.advice else ():
-        found.setdefault(verdict.group.precision, (rating_words(verdict), verdict.comparison))
+        words = rating_words(verdict), verdict.is_failing
+        found.setdefault(verdict.group.precision, (*words, verdict.group))
     for one in data.compared:
-        found.setdefault(one.group.precision, (verdict_words(one), one))
+        is_worse = one.verdict is Verdict.WORSE or bool(one.group.counts["diverged"])
+        found.setdefault(one.group.precision, (verdict_words(one), is_worse, one.group))
     if precision not in found:
         raise ConfigError(
             f"plan.quality={name} has not tried precision={precision}, but "
             f"{join_names(found)}. Type one of these, or leave plan.quality= out."
         )
-    words, comparison = found[precision]
-    jobs = comparison.group.jobs
+    words, is_worse, group = found[precision]
+    jobs = group.jobs
     emulated = "emulated, " if any(job.kernels == "emulated" for job in jobs) else ""
     seeds = "one seed" if len(jobs) == 1 else f"{len(jobs)} seeds"
     ratios = _step_ratios(data)
@@ -84,7 +86,6 @@ def read_quality(spec: RunSpec, precision: str) -> Quality:
     equal_loss = (
         [each / (base or 1.0) for each in (ratio.low, ratio.value, ratio.high)] if ratio else None
     )
-    is_worse = comparison.verdict is Verdict.WORSE or bool(comparison.group.counts["diverged"])
     return Quality(f"{words} ({emulated}{seeds})", is_worse, equal_loss)
 
 

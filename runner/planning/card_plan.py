@@ -134,17 +134,8 @@ def plan_card(
     size = spec.train.batch_size // settings.gpus
     half = "bf16" if half_format(card) == "bfloat16" else "16"
     baseline = f"{half}-mixed"
-    converted = report.names(Fate.CONVERTED) if precision.converts_layers else []
     # What computes beside converted layers, or all of it.
     plain = f"{half}-{'true' if precision.storage.itemsize == 2 else 'mixed'}"
-    single = replace(spec, train=replace(spec.train, accumulate=1))
-    base = rehearse(_plain_spec(single, baseline), None, ConversionPlan(), size, converted)
-    host = base
-    if not precision.converts_layers and precision.name != baseline:
-        host = rehearse(single, precision, found, size)
-    elif precision.converts_layers and plain != baseline:
-        host = rehearse(_plain_spec(single, plain), None, ConversionPlan(), size, converted)
-    known = CardPlan(precision.name, card.name or "", baseline=baseline)
     try:
         memory = _memory(spec, precision, found, size)
     except ConfigError:
@@ -154,10 +145,18 @@ def plan_card(
         planned = _plain_spec(spec, plain)
         beside = targets.build_group("precision", planned.precision)
         memory = {**_memory(planned, beside, ConversionPlan(), size), "memory_of": plain}
-    known = replace(known, **memory)
     reason = _obstacle(precision, card)
+    known = CardPlan(precision.name, card.name or "", reason, baseline, **memory)
     if reason:
-        return replace(known, reason=reason)
+        return known
+    converted = report.names(Fate.CONVERTED) if precision.converts_layers else []
+    single = replace(spec, train=replace(spec.train, accumulate=1))
+    base = rehearse(_plain_spec(single, baseline), None, ConversionPlan(), size, converted)
+    host = base
+    if not precision.converts_layers and precision.name != baseline:
+        host = rehearse(single, precision, found, size)
+    elif precision.converts_layers and plain != baseline:
+        host = rehearse(_plain_spec(single, plain), None, ConversionPlan(), size, converted)
     return replace(known, **_speed(spec, precision, host, base))
 
 

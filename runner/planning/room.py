@@ -32,8 +32,8 @@ class DeviceSpec:
         capability: compute capability, as in [9,0]; null for what is no NVIDIA GPU.
         tflops: dense peak of products by format, in TFLOP/s; sums of half precision and FP8 in
             float32.
-        reach: share of the peak that large products reach, by format; bandwidth for the share of
-            the bandwidth that a copy reaches.
+        reach: share of the peak that large products reach, by format; and of the bandwidth that a
+            copy reaches.
         price: of an hour, in USD or any other unit; null prints no price.
         sources: where each fact is from, and its date.
     """
@@ -88,13 +88,12 @@ class PlanSpec:
     """What mode=plan with device= takes into account.
 
     Attributes:
-        anchor: speed of bf16-mixed on that card as somebody measured it, in tokens (of a task of
-            tokens, else examples) per second of one card; it makes hours and price exact to the
-            ratio's interval.
+        anchor: tokens (examples, of a task without tokens) per second that bf16-mixed reached on
+            one such card; narrows hours and price.
         gpus: cards that share a step.
         strategy: how they share it: fsdp or ddp.
-        quality: sweep, mode=advise or mode=gate (folder or MLflow id) whose verdict on the quality
-            of each precision stands beside its speed.
+        quality: sweep (folder or MLflow id) whose verdict on each precision stands beside its
+            speed.
     """
 
     anchor: float | None = None
