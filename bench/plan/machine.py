@@ -91,8 +91,8 @@ def main() -> None:
     head = ["model", "precision", "bound, ms", "expected, ms", "least, ms", "median, ms"]
     head += ["least over bound", "median over expected"]
     text = (
-        f"Least over bound: {min(bounds):.2f} and more. Median over expected: {min(factors):.2f} to "
-        f"{max(factors):.2f}, median {statistics.median(factors):.2f}."
+        f"Least over bound: {min(bounds):.2f} and more. Median over expected: {min(factors):.2f} "
+        f"to {max(factors):.2f}, median {statistics.median(factors):.2f}."
     )
     write("plan_machine", (__doc__ or "").splitlines()[0], f"{text}\n\n{table(head, rows)}")
 

@@ -100,19 +100,19 @@ def _step_ratios(data: SweepData) -> dict[str, Ratio]:
     return {one.group.precision: one.equal_loss for one in compared if one.equal_loss}
 
 
-def answer_plans(results: Sequence[RunResult]) -> Answer | None:
-    """Return what a sweep of plans says; None where their folders are not here."""
+def answer_plans(results: Sequence[RunResult]) -> Answer:
+    """Return what a sweep of plans says."""
     found: list[tuple[CardPlan, Quality]] = []
     for result in results:
         path = Path(result.folder, PLAN)
         if path.is_file():
             found.append(read_plan(path))
     if not found:
-        return None
+        return Answer(f"No {PLAN} is in the folders of these jobs.", table=Table(HEAD, []))
     sentences = [*_sentences(found)]
     metrics = {}
     for plan, _ in found:
-        name = f"{plan.precision}/{plan.card.replace(' ', '-')}"
+        name = f"{plan.precision}/{plan.place.replace(' ', '-')}"
         metrics |= {f"plan/{key}/{name}": value for key, value in plan_metrics(plan).items()}
     record = AnswerRecord(metrics, {"answer": " ".join(sentences)}, 0)
     remarks = [UNKNOWN] if any(quality.text for _, quality in found) else [UNTRIED, UNKNOWN]
@@ -154,7 +154,7 @@ def card_rows(plan: CardPlan, quality: Quality, spec: RunSpec) -> dict[str, str]
     rows = {
         "peak of a step": f"{peak} GiB" + (f", as in {plan.memory_of}" if plan.memory_of else ""),
         "at the peak": ", ".join(f"{name} {size / gib:.2f}" for name, size in plan.peak.items()),
-        "largest batch": f"{largest}, in {USABLE_MEMORY_SHARE:g} of the card's memory",
+        "largest batch": f"{largest} examples on a card, in {USABLE_MEMORY_SHARE:g} of the card's memory",
     }
     if not plan.ratio or not plan.seconds:
         return rows | {"speed": plan.reason}
@@ -177,7 +177,9 @@ def card_rows(plan: CardPlan, quality: Quality, spec: RunSpec) -> dict[str, str]
         price = f", {_interval(plan.price)} USD" if plan.price else ""
         rows["all steps"] = f"{_interval(plan.hours)} hours{price}"
     if not plan.anchored:
-        rows["anchor"] = "none: plan.anchor=<tokens per second in bf16-mixed> narrows the time"
+        rows["anchor"] = (
+            f"none: plan.anchor=<tokens per second in {plan.baseline}> narrows the time"
+        )
     sources = spec.section(DeviceSpec).sources
     rows["sources"] = "\n".join(f"{name}: {text}" for name, text in sources.items())
     return rows | {"not known": UNKNOWN.partition(": ")[2]}
@@ -185,20 +187,26 @@ def card_rows(plan: CardPlan, quality: Quality, spec: RunSpec) -> dict[str, str]
 
 def _sentences(found: Sequence[tuple[CardPlan, Quality]]) -> Iterator[str]:
     """Yield the precision to take on each card."""
-    by_card = fmt.grouped((plan.card, (plan, quality)) for plan, quality in found)
+    by_card = fmt.grouped((plan.place, (plan, quality)) for plan, quality in found)
     for card, pairs in by_card.items():
         usable = [(p, q) for p, q in pairs if p.ratio and not q.is_worse]
         fitting = [(p, q) for p, q in usable if p.fits]
         if fitting:
             plan, quality = max(fitting, key=lambda pair: _least_gain(*pair))
-            yield f"On {card}: {', '.join(_choice(plan, quality))}."
+            words = [*_choice(plan, quality)]
+            if _least_gain(plan, quality) < 1:
+                words = [plan.baseline, f"for {plan.precision} is {words[1]}"]
+            yield f"On {card}: {', '.join(words)}."
         elif usable:
             plan = max((p for p, _ in usable), key=lambda p: p.largest_batch or 0)
             size = plan.largest_batch
-            smaller = f"{plan.precision} fits with train.batch_size={size}" if size else "none does"
+            smaller = (
+                f"{plan.precision} fits with {size} examples on a card" if size else "none does"
+            )
             yield f"On {card}: this batch does not fit; {smaller}."
         else:
-            yield f"On {card}: none of these precisions."
+            reasons = "; ".join(dict.fromkeys(plan.reason for plan, _ in pairs if plan.reason))
+            yield f"On {card}: none of these precisions ({reasons or 'each trains worse'})."
 
 
 def _least_gain(plan: CardPlan, quality: Quality) -> float:
@@ -219,8 +227,8 @@ def _choice(plan: CardPlan, quality: Quality) -> Iterator[str]:
     yield f"{peak:.3g} GiB of {plan.memory / tensor_facts.GIB:.0f}"
     if plan.price:
         yield f"{_interval(plan.price)} USD"
-    if quality.text:
-        yield f"quality: {quality.text}"
+    if quality.text or plan.precision != plan.baseline:
+        yield f"quality: {quality.text or 'not tried'}"
 
 
 def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
@@ -233,7 +241,7 @@ def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
     head += ["why not"] if any(plan.reason for plan, _ in found) else []
     rows = []
     for plan, quality in found:
-        row = [plan.precision, plan.card, *_speed_cells(plan), *_memory_cells(plan)]
+        row = [plan.precision, plan.place, *_speed_cells(plan), *_memory_cells(plan)]
         if with_hours:
             row += [_interval(plan.hours), _interval(plan.price)]
         if with_quality:

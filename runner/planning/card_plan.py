@@ -1,11 +1,14 @@
 """mode=plan device=<card>: what a precision holds, costs and gains on a card that is not here."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from runner.core import (
     ConfigError,
@@ -13,10 +16,12 @@ from runner.core import (
     ConversionReport,
     Fate,
     Precision,
+    RunnerError,
     RunSpec,
     module_tree,
     targets,
     tensor_facts,
+    terminal,
 )
 from runner.data.task_target import build_task
 from runner.diagnostics.memory.forecast import build_rehearsal, largest_fitting_batch
@@ -28,6 +33,7 @@ from runner.diagnostics.memory.memory_tracker import (
     WEIGHTS,
     MemoryBreakdown,
 )
+from runner.diagnostics.module_tensors import tensors_in
 from runner.planning.card_speed import (
     FIT,
     LAUNCH_SECONDS,
@@ -56,6 +62,7 @@ class CardPlan:
 
     Attributes:
         precision, card: their names.
+        settings: what a sweep varies beside them.
         reason: why it does not run there, or why its speed is not said; empty where it is.
         baseline: the precision that speeds are relative to.
         ratio: speed over the baseline's: the least, expected and greatest of the 80 % interval.
@@ -77,6 +84,7 @@ class CardPlan:
 
     precision: str
     card: str
+    settings: str = ""
     reason: str = ""
     baseline: str = ""
     ratio: tuple[float, float, float] | None = None
@@ -93,6 +101,11 @@ class CardPlan:
     largest_batch: int | None = None
     teraflops: float = 0.0
     anchored: bool = False
+
+    @property
+    def place(self) -> str:
+        """Return the card, with what else a sweep varies: plans of one place are compared."""
+        return " ".join(filter(None, (self.card, self.settings)))
 
     @property
     def fits(self) -> bool:
@@ -145,8 +158,8 @@ def plan_card(
         planned = _plain_spec(spec, plain)
         beside = targets.build_group("precision", planned.precision)
         memory = {**_memory(planned, beside, ConversionPlan(), size), "memory_of": plain}
-    reason = _obstacle(precision, card)
-    known = CardPlan(precision.name, card.name or "", reason, baseline, **memory)
+    reason = _obstacle(precision, card, bool(spec.train.compile))
+    known = CardPlan(precision.name, card.name or "", reason=reason, baseline=baseline, **memory)
     if reason:
         return known
     converted = report.names(Fate.CONVERTED) if precision.converts_layers else []
@@ -194,25 +207,35 @@ def rehearse(
         # Further ones hold what the second does.
         return [example_batch(spec, count, CPU) for _ in range(min(spec.train.accumulate, 2))]
 
+    # Operators without a rule for such tensors would log a traceback each.
+    quiet = terminal.suppress_warnings(logging.ERROR)
     try:
         rehearsal = build_rehearsal(spec, own, CPU, found, micro_batches, fake=True)
         model = rehearsal.state.plain_model
-        with as_on_hardware(model, own) as tape:
-            frozen = set()
+        gradients: dict[str, int] = {}
+        has_gradient = dict.fromkeys(watched, False)
+        modules = dict(model.named_modules())
+        with as_on_hardware(model, own) as tape, _NoDropout(), quiet:
+
+            def begin(name: str, call: Any) -> None:
+                # An evaluation follows without gradients.
+                has_gradient[name] |= any(tensor.requires_grad for tensor in tensors_in(call))
+
             for name in watched:
                 # A stack of experts is named by its weight.
-                path = name if name in dict(model.named_modules()) else name.rpartition(".")[0]
-                module = model.get_submodule(path)
-                tape.watch_calls(name, module, recomputed=True)
-                if not any(p.requires_grad for p in module.parameters(recurse=False)):
-                    frozen.add(name)
+                module = modules.get(name) or modules[name.rpartition(".")[0]]
+                weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+                gradients[name] = int(any(p.requires_grad for p in weights))
+                tape.watch_calls(name, module, begin, recomputed=True)
 
             def tracker(**options: Any) -> StepTracker:
                 return StepTracker(tape.running, **options)
 
             rehearsal = replace(rehearsal, tracker=tracker, making=(), evaluates=evaluates)
             tracked: Any = rehearsal.track(size)
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except RunnerError:
+        raise
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"device={spec.section(DeviceSpec).name}: a step of {size} examples with precision="
@@ -220,7 +243,18 @@ def rehearse(
             f"tensors without values: {reason.rstrip('.')}. Type another one, optimizer=adamw, or "
             "mode=plan without device=, which takes real steps."
         ) from error
-    return Rehearsed(model, tracked.timeline, StepCost.of_operators(tracked.operators, frozen))
+    counts = {name: count + has_gradient[name] for name, count in gradients.items()}
+    return Rehearsed(model, tracked.timeline, StepCost.of_operators(tracked.operators, counts))
+
+
+class _NoDropout(TorchFunctionMode):
+    """A context in which attention has no dropout, for which a CPU has no fused kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is scaled_dot_product_attention and len(args) < 5:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
 
 
 def _plain_spec(spec: RunSpec, name: str) -> RunSpec:
@@ -230,7 +264,7 @@ def _plain_spec(spec: RunSpec, name: str) -> RunSpec:
     return replace(spec, precision={**node, **{k: v for k, v in shared.items() if k in node}})
 
 
-def _obstacle(precision: Precision, card: DeviceSpec) -> str:
+def _obstacle(precision: Precision, card: DeviceSpec, is_compiled: bool) -> str:
     """Return why a precision does not run on a card, or why its speed there is not said."""
     recipe = recipe_of(precision)
     needed = recipe.number_format if recipe else product_format(precision)
@@ -241,6 +275,8 @@ def _obstacle(precision: Precision, card: DeviceSpec) -> str:
     if least and (own < least or (limit and own >= limit)):
         text = f"it needs an NVIDIA GPU of compute capability {'.'.join(map(str, least))} or higher"
         return text + (f", below {'.'.join(map(str, limit))}" if limit else "")
+    if recipe and recipe.needs_compile and not is_compiled:
+        return "its speed is not said without train.compile=true, with which it is trained"
     if needed == "float64" or (precision.converts_layers and not recipe):
         return "its speed is not said, for no published step supports it"
     return ""
@@ -267,7 +303,9 @@ def _memory(
     shares = torch.ones(least.shape[1], dtype=torch.float64)
     gathered = 0.0
     if is_sharded:
-        shares[[WEIGHTS, GRADIENTS, OPTIMIZER]] /= settings.gpus
+        shares[[WEIGHTS, OPTIMIZER]] /= settings.gpus
+        if spec.train.accumulate == 1:  # FSDP shares gradients once all are added up
+            shares[GRADIENTS] /= settings.gpus
         model = small.model
         blocks = [tensor_facts.stored_bytes(each) for each in module_tree.repeated_blocks(model)]
         whole = tensor_facts.stored_bytes(model)
@@ -305,22 +343,25 @@ def _speed(spec: RunSpec, precision: Precision, host: Rehearsed, base: Rehearsed
     baseline = _step(spec, base, step_seconds(base.cost, card, False, is_fused))
     fields: dict[str, Any] = {}
     if recipe:
-        # Converted layers end what a compiler fuses.
-        plain = step_seconds(host.cost, card, False, False)
+        plain = step_seconds(host.cost, card, False, is_fused and settings.fuses)
         change = recipe_change(host.cost, card, recipe)
         step = _step(spec, host, replace(plain, gain=change.gain, casts=change.casts))
-        fields["covered"] = change.covered / baseline.total
-        fields["most"] = baseline.total / (step.total - step.casts)
+        count = spec.train.accumulate
+        fields["covered"] = count * change.covered / baseline.total
+        least = step.total + step.gain - step.casts - count * change.limit
+        fields["most"] = baseline.total / least
         fields["narrowest"] = narrowest_width(card, recipe)
     else:
         tf32 = product_format(precision) == "tf32"
         step = _step(spec, host, step_seconds(host.cost, card, tf32, is_fused))
-    if host.cost.operators * LAUNCH_SECONDS * spec.train.accumulate > step.total:
-        reason = "its speed is not said: launching its operators takes longer than they do"
+    launches = LAUNCH_SECONDS * max(base.cost.operators, host.cost.operators)
+    if not is_fused and launches * spec.train.accumulate > min(step.total, baseline.total):
+        reason = "its speed is not said, for launching operators takes longer than they do"
         return {"reason": reason, "parts": vars(step)}
-    ratio = speed_ratio(baseline.total, step)
+    low, value, high = speed_ratio(baseline.total, step)
     if host is base and not recipe:
-        ratio = (1.0, 1.0, 1.0)
+        low = high = value
+    ratio = low, value, min(high, fields.get("most", high))
     if settings.anchor:
         count = spec.train.batch_size * spec.train.accumulate * _tokens_of_example(spec)
         time = count / (settings.anchor * settings.gpus)
@@ -354,14 +395,18 @@ def _step(spec: RunSpec, rehearsed: Rehearsed, micro: StepSeconds) -> StepSecond
     update = micro.update
     step = StepSeconds(**{k: spec.train.accumulate * v for k, v in vars(micro).items()})
     if settings.gpus > 1:
-        trained = [p for p in rehearsed.model.parameters() if p.requires_grad]
-        # Gradients are added and spread; sharded weights are gathered twice for it, too.
-        passes = 3 if settings.strategy == "fsdp" else 2
-        sent = passes * tensor_facts.tensor_bytes(*trained) * (1 - 1 / settings.gpus)
+        parameters = [*rehearsed.model.parameters()]
+        # Gradients are added up in float32.
+        reduced = sum(4 * p.numel() for p in parameters if p.requires_grad)
         if settings.strategy == "fsdp":
             update /= settings.gpus
-        waiting = max(sent / (1e9 * card.link) - (step.total - step.update), 0) if card.link else 0
-        step = replace(step, waiting=waiting)
+            # They end in shards; weights are gathered for each forward and each backward.
+            gathers = 2 * spec.train.accumulate * tensor_facts.tensor_bytes(*parameters)
+            sent = reduced + gathers
+        else:
+            sent = 2 * reduced
+        seconds = sent * (1 - 1 / settings.gpus) / (1e9 * card.link)
+        step = replace(step, waiting=max(seconds - (step.total - step.update), 0))
     return replace(step, update=update)
 
 

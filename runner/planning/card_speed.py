@@ -73,12 +73,14 @@ class Recipe:
             output's gradient, over forward and backward.
         rate: attribute of Fit with the share of the rate; empty for all of it.
         products: how many of the three of a layer are in the format.
+        needs_compile: whether it has published speeds with torch.compile alone.
     """
 
     number_format: str
     casts: tuple[float, float, float]
     rate: str = ""
     products: int = 3
+    needs_compile: bool = False
 
 
 # Casts: TransformerEngine reads 16 bits and writes two layouts, with scales of the current tensor
@@ -90,11 +92,11 @@ RECIPES: Mapping[str, Recipe] = {
     "block": Recipe("float8", (4.1, 4.1, 4.1), "block"),
     "mxfp8": Recipe("mxfp8", (6, 6, 6), "mxfp8"),
     "nvfp4": Recipe("float4", (6, 6, 6)),
-    "tensorwise": Recipe("float8", (6, 8, 6)),
-    "rowwise": Recipe("float8", (8, 10, 8), "rowwise"),
-    "rowwise_with_gw_hp": Recipe("float8", (3, 6, 3), "rowwise", 2),
-    "mxfp8_rceil": Recipe("mxfp8", (6, 6, 6), "mxfp8"),
-    "mxfp8_rceil_wgrad_with_hp": Recipe("mxfp8", (3, 6, 3), "mxfp8", 2),
+    "tensorwise": Recipe("float8", (6, 8, 6), "", 3, True),
+    "rowwise": Recipe("float8", (8, 10, 8), "rowwise", 3, True),
+    "rowwise_with_gw_hp": Recipe("float8", (3, 6, 3), "rowwise", 2, True),
+    "mxfp8_rceil": Recipe("mxfp8", (6, 6, 6), "mxfp8", 3, True),
+    "mxfp8_rceil_wgrad_with_hp": Recipe("mxfp8", (3, 6, 3), "mxfp8", 2, True),
 }
 """By the kind of a recipe of TransformerEngine, or torchao's name of one."""
 
@@ -159,11 +161,15 @@ def product_rate(card: DeviceSpec, dtype: str, tf32: bool) -> float:
 
     Args:
         card: without bfloat16 it computes what would be in it in float16.
-        dtype: of the operands; complex numbers count as those that they are made of.
+        dtype: of the operands; those that the card has no rate of count as float32.
         tf32: products of float32 run in TF32.
     """
-    names = {"bfloat16": half_format(card), "float32": "tf32" if tf32 else "float32"}
-    return card.ceiling(names.get(dtype, dtype)) or card.ceiling("float32") or 1.0
+    names = {
+        "bfloat16": half_format(card),
+        "float32": "tf32" if tf32 else "float32",
+        "complex128": "float64",
+    }
+    return card.ceiling(names.get(dtype, dtype)) or card.ceiling("float32")
 
 
 def step_seconds(
@@ -195,7 +201,8 @@ def step_seconds(
         overhead,
         attention / ATTENTION_REACH,
         cost.traffic[is_fused] / card.copy_rate,
-        cost.update / card.copy_rate,
+        cost.update / card.copy_rate
+        + sum(fit.product * n / product_rate(card, k, tf32) for k, n in cost.update_flops.items()),
     )
 
 
@@ -215,11 +222,13 @@ class RecipeChange(NamedTuple):
         gain: what products take less.
         casts: what the casts of their operands take.
         covered: what these products take in 16 bits.
+        limit: what they take less at the card's ceiling in the format.
     """
 
     gain: float
     casts: float
     covered: float
+    limit: float
 
 
 def recipe_change(cost: StepCost, card: DeviceSpec, recipe: Recipe, fit: Fit = FIT) -> RecipeChange:
@@ -232,20 +241,26 @@ def recipe_change(cost: StepCost, card: DeviceSpec, recipe: Recipe, fit: Fit = F
         fit: the constants.
     """
     wide, narrow = _rates(card, recipe, fit)
-    gain = casts = covered = 0.0
+    gain = casts = covered = limit = 0.0
     for one, number in cost.products.items():
         if not one.shape:
             continue
         rows, width, outputs = one.shape
         # A forward that is computed again belongs to a backward that is counted already.
-        products = 1 if one.is_again else min(recipe.products, 2 if one.is_frozen else 3)
+        products = 1 if one.is_again else min(recipe.products, 1 + one.gradients)
         narrow_seconds = (1 + fit.narrow_width / min(width, outputs)) * one.flops / narrow
         gain += number * products * (one.flops / wide - narrow_seconds)
         covered += number * products * one.flops / wide
+        ceiling = card.ceiling(recipe.number_format)
+        limit += number * products * one.flops * (1 / wide - 1 / ceiling)
         of_input, of_weight, of_gradient = recipe.casts
-        cast = of_input * rows * width + of_weight * width * outputs
-        casts += number * (cast / 2 if one.is_again else cast + of_gradient * rows * outputs)
-    return RecipeChange(gain, casts / card.copy_rate, covered)
+        cast = of_input * rows * width + of_weight * one.weight
+        if one.is_again or not one.gradients:
+            cast /= 2  # of the forward alone
+        else:
+            cast += of_gradient * rows * outputs
+        casts += number * cast
+    return RecipeChange(gain, casts / card.copy_rate, covered, limit)
 
 
 def narrowest_width(card: DeviceSpec, recipe: Recipe) -> float | None:
@@ -260,7 +275,7 @@ def narrowest_width(card: DeviceSpec, recipe: Recipe) -> float | None:
 
 def _rates(card: DeviceSpec, recipe: Recipe, fit: Fit) -> tuple[float, float]:
     """Return the operations per second of products in 16 bits, and of wide ones in the format."""
-    wide, narrow = (card.ceiling(name) or 1.0 for name in (half_format(card), recipe.number_format))
+    wide, narrow = (card.ceiling(name) for name in (half_format(card), recipe.number_format))
     share = getattr(fit, recipe.rate) if recipe.rate else 1.0
     return wide / fit.product, narrow * share / fit.narrow_product
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def measure_device(
     """
     device = accelerator.device
     kind = device.type if device.type in _SIZES else "cpu"
+    is_nvidia = kind == "cuda" and not torch.version.hip
     rates = {}
     for name in formats:
         if name == "tf32" and kind != "cuda":
@@ -45,11 +47,13 @@ def measure_device(
         with suppress(RuntimeError):  # the device has no such products
             rates[name] = max(_product_rate(device, dtype, size) for size in _SIZES[kind])
         restore()
+    if is_nvidia:
+        with suppress(RuntimeError):
+            rates["float8"] = max(_float8_rate(device, size) for size in _SIZES[kind])
     source = torch.ones(_COPIED_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _seconds(device, lambda: target.copy_(source))
     _, memory = memory_limit(device)
-    is_nvidia = kind == "cuda" and not torch.version.hip
     return DeviceSpec(
         name=accelerator.name,
         memory_gib=round(memory / tensor_facts.GIB, 2),
@@ -71,6 +75,14 @@ def _product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Return the operations per second of products of square matrices."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(device, lambda: torch.mm(a, b))
+
+
+def _float8_rate(device: torch.device, size: int) -> float:
+    """Return the operations per second of products in FP8 with one scale for each matrix."""
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    scale = torch.ones((), device=device)
+    run = partial(torch._scaled_mm, a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+    return 2 * size**3 / _seconds(device, run)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -1,7 +1,7 @@
 """mode=plan: print what a run would hold and convert, without data and without training."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from runner.core import (
     RunContext,
     RunResult,
     files,
+    fmt,
     random_streams,
     run_context,
     tensor_facts,
@@ -92,6 +93,12 @@ def plan(run: RunContext) -> run_context.RunOutcome | None:
         run.console.print(f"kept in float32: {', '.join(kept)}", markup=False)
     if planned is None:
         return None
+    settings = [
+        word
+        for word in run.invocation.settings(spec)
+        if run.invocation.sweep and fmt.override_key(word) not in ("device", "precision.emulate")
+    ]
+    planned = replace(planned, settings=" ".join(settings))
     files.write_json(run.out / PLAN, {**asdict(planned), "quality": quality._asdict()})
     result = RunResult(
         precision=precision.name,
@@ -160,8 +167,9 @@ def _peak_rows(run: RunContext, found: ConversionPlan) -> dict[str, str]:
     }
     if precision.emulated:
         rows["emulated"] = "this memory is the emulation's; the hardware's own layers may hold less"
-    rows |= _bound_row(run, found)
-    if forecast.fallback:
+    if not forecast.fallback:
+        rows |= _bound_row(run, found)
+    else:
         rows["predicted from"] = f"real steps on few examples; on fake tensors: {forecast.fallback}"
     return rows
 
@@ -169,19 +177,22 @@ def _peak_rows(run: RunContext, found: ConversionPlan) -> dict[str, str]:
 def _bound_row(run: RunContext, found: ConversionPlan) -> dict[str, str]:
     """Return the table's row on the time of a step here, from products that are measured now; none
     where the precision is emulated, packs weights, or its operators want values."""
-    precision, accelerator = run.precision, run.accelerator
+    precision, accelerator, train = run.precision, run.accelerator, run.spec.train
     if precision.emulated or precision.converts_layers or accelerator.device.type not in MEASURED:
         return {}
-    try:
-        cost = rehearse(run.spec, precision, found, run.spec.train.batch_size).cost
-    except ConfigError:
-        return {}
     dtype = product_format(precision)
-    card = measure_device(accelerator, (dtype, "float32"))
     tf32 = dtype == "tf32"
-    count = run.spec.train.accumulate
-    bound = 1000 * count * least_seconds(cost, card, tf32)
-    expected = 1000 * count * step_seconds(cost, card, tf32, bool(run.spec.train.compile)).total
+    single = replace(run.spec, train=replace(train, accumulate=1))
+    try:
+        cost = rehearse(single, precision, found, train.batch_size).cost
+        card = measure_device(accelerator, (dtype, "float32"))
+    except (ConfigError, RuntimeError):  # it wants values, or the memory is taken
+        return {}
+    if dtype not in card.tflops:
+        return {}
+    bound = 1000 * train.accumulate * least_seconds(cost, card, tf32)
+    step = step_seconds(cost, card, tf32, bool(train.compile))
+    expected = 1000 * (train.accumulate * (step.total - step.update) + step.update)
     return {
         "a step takes": f"at least {bound:.3g} ms, for its products at {card.tflops[dtype]:.3g} "
         f"TFLOP/s, measured now; expected: {expected:.3g} ms"

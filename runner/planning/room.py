@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from runner.core import LoadedCheckpoint, RunContext, Strategy, run_context
 
 DEFAULT_REACH = 0.77
-"""Share of a peak that large products reach where nobody has measured it: the median of those that
-somebody has."""
+"""Share of a peak that large products reach where nobody has measured it on the card, nor that of
+bfloat16, which then stands for other formats: the median of those that somebody has."""
 BANDWIDTH_REACH = 0.88
 """Share of a datasheet's bandwidth that a copy reaches (bench/results/gpu/h200.md)."""
 FORMATS = (
@@ -51,7 +51,14 @@ class DeviceSpec:
     def problems(self, spec: RunSpec) -> Iterator[str]:
         """Yield a message for each value that is not allowed."""
         if self.name is None:
+            if self != DeviceSpec():
+                yield "device.* is of a card. Type device=h100, or leave device.* out."
             return
+        if "float32" not in self.tflops:
+            yield "device.tflops has no float32. Type its dense peak in TFLOP/s."
+        for key in ("link", "price"):
+            if (getattr(self, key) or 0) < 0:
+                yield f"device.{key}={getattr(self, key):g} is negative. Allowed: 0 and up."
         if spec.mode != Plan.name:
             yield f"device={self.name} is for mode=plan. Type mode=plan, or leave device= out."
         unknown = {*self.tflops, *self.reach} - {*FORMATS, "bandwidth"}
@@ -68,12 +75,10 @@ class DeviceSpec:
             if not value > 0:
                 yield f"device.{key}={value:g} is not allowed. Allowed: above 0."
 
-    def ceiling(self, number_format: str) -> float | None:
-        """Return the operations per second that large products reach; None for a format that the
-        card lacks."""
-        peak = self.tflops.get(number_format)
-        if peak is None:
-            return None
+    def ceiling(self, number_format: str) -> float:
+        """Return the operations per second that large products reach; 0 in a format that the card
+        lacks."""
+        peak = self.tflops.get(number_format, 0.0)
         reach = self.reach.get(number_format, self.reach.get("bfloat16", DEFAULT_REACH))
         return 1e12 * peak * reach
 
@@ -92,6 +97,8 @@ class PlanSpec:
             one such card; narrows hours and price.
         gpus: cards that share a step.
         strategy: how they share it: fsdp or ddp.
+        fuses: with train.compile=true the compiler fuses around converted layers, as in some other
+            trainers; in this one they end what it fuses.
         quality: sweep (folder or MLflow id) whose verdict on each precision stands beside its
             speed.
     """
@@ -99,6 +106,7 @@ class PlanSpec:
     anchor: float | None = None
     gpus: int = 1
     strategy: str = "fsdp"
+    fuses: bool = False
     quality: str | None = None
 
     def problems(self, spec: RunSpec) -> Iterator[str]:
@@ -110,6 +118,9 @@ class PlanSpec:
             yield "plan.* is for a card. Type mode=plan device=h100, or leave plan.* out."
         if self.strategy not in ("fsdp", "ddp"):
             yield f"plan.strategy={self.strategy} is not known. Allowed: fsdp, ddp."
+        card = spec.section(DeviceSpec)
+        if self.gpus > 1 and not card.link:
+            yield f"plan.gpus={self.gpus} needs device.link, the GB/s between cards. Type it."
         if self.gpus > 1 and spec.train.batch_size % self.gpus:
             yield (
                 f"train.batch_size={spec.train.batch_size} is over all cards, and plan.gpus="

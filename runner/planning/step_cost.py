@@ -1,8 +1,9 @@
 """What one training step computes and moves, operator by operator, from tensors without values."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -41,6 +42,7 @@ class Operator:
         reads, writes: bytes by the tensor that they are of, a number that no two tensors share.
         shape: rows, contracted width and outputs of a product; empty for others.
         module: the watched one whose forward it is in; empty outside of them.
+        weight: elements of a product's second operand; 0 outside of watched modules.
         is_3x3: whether it is a convolution of 3 x 3 pixels and stride 1.
     """
 
@@ -52,6 +54,7 @@ class Operator:
     writes: Mapping[int, float]
     shape: tuple[int, ...] = ()
     module: str = ""
+    weight: int = 0
     is_3x3: bool = False
 
     @property
@@ -111,7 +114,7 @@ class StepTracker(MemoryTracker):
         written = [v for one, v in pairs if one.alias_info is not None and one.alias_info.is_write]
         writes = self._bytes([*outputs, *tensors_in(written)])
         reads = writes if name in _LOOKUPS else self._bytes(inputs)
-        floating = [t for t in inputs if t.is_floating_point()] or outputs
+        floating = [t for t in inputs if t.is_floating_point() or t.is_complex()] or outputs
         if not floating:
             return
         kind, flops = _count_flops(func, named, args, kwargs, result)
@@ -123,8 +126,10 @@ class StepTracker(MemoryTracker):
             phase = BACKWARD
         dtype = tensor_facts.dtype_name(max(floating, key=Tensor.numel).dtype)
         shape: tuple[int, ...] = ()
+        weight = 0
         module = self._running[-1] if self._running else ""
         if kind == PRODUCT and module:
+            weight = [t for t in inputs if t.ndim > 1][-1].numel()
             width = outputs[0].shape[-1]
             rows = outputs[0].numel() // width
             shape = (rows, int(flops / (2 * rows * width)), width)
@@ -133,7 +138,7 @@ class StepTracker(MemoryTracker):
             and [*named["weight"].shape[2:]] == [3, 3]
             and {*named["stride"]} == {1}
         )
-        operator = Operator(kind, phase, dtype, flops, reads, writes, shape, module, is_3x3)
+        operator = Operator(kind, phase, dtype, flops, reads, writes, shape, module, weight, is_3x3)
         self.operators.append(operator)
 
     def _bytes(self, tensors: Sequence[Tensor]) -> dict[int, float]:
@@ -160,15 +165,20 @@ def _count_flops(
         flops = sdpa_flop_count(*(named[key].shape for key in ("query", "key", "value")))
         passes = 2.5 if "backward" in name else 1
         mask = named.get("attn_mask")
-        # A padding mask is the same for all queries.
-        is_causal = named.get("is_causal") or (mask is not None and mask.stride(-2) != 0)
+        # A padding mask is the same for all queries; a bias of float numbers masks nothing.
+        is_dense = mask is not None and mask.dtype is torch.bool and mask.stride(-2) != 0
+        is_causal = named.get("is_causal") or is_dense
         return ATTENTION, flops * passes / (2 if is_causal else 1)
     if "_grouped_mm" in name:
         left, right = args[:2]
         # Of [T, K] and [E, K, N], or of [M, T] and [T, N] that are summed by groups of T.
         return PRODUCT, 2 * left.numel() * right.shape[-1]
     counter = flop_registry.get(func.overloadpacket)
-    return (PRODUCT, counter(*args, **kwargs, out_val=result)) if counter else ("", 0)
+    if not counter:
+        return "", 0
+    # A product of complex numbers is four of real ones.
+    factor = 4 if any(t.is_complex() for t in tensors_in(args)) else 1
+    return PRODUCT, factor * counter(*args, **kwargs, out_val=result)
 
 
 def moved_bytes(operators: Sequence[Operator], is_fused: bool) -> float:
@@ -210,7 +220,8 @@ class Product(NamedTuple):
         shape: rows, contracted width and outputs, of the forward of a watched module; empty for
             others.
         is_again: whether that forward is computed again, in the backward.
-        is_frozen: whether the module's weights get no gradient.
+        gradients: how many products the backward makes of it: of the input, of the weight.
+        weight: elements of the weight, of all experts of a stack.
         is_3x3: whether it is a convolution of 3 x 3 pixels and stride 1.
     """
 
@@ -219,7 +230,8 @@ class Product(NamedTuple):
     bytes: float
     shape: tuple[int, ...] = ()
     is_again: bool = False
-    is_frozen: bool = False
+    gradients: int = 2
+    weight: int = 0
     is_3x3: bool = False
 
 
@@ -232,6 +244,7 @@ class StepCost:
         attention: operations by dtype.
         traffic: bytes that other operators read and write, alone and fused by a compiler.
         update: bytes of the optimizer's.
+        update_flops: operations of its products, by dtype.
         operators: how many there are.
     """
 
@@ -239,31 +252,38 @@ class StepCost:
     attention: Mapping[str, float]
     traffic: tuple[float, float]
     update: float
+    update_flops: Mapping[str, float]
     operators: int
 
     @classmethod
-    def of_operators(cls, operators: Sequence[Operator], frozen: Collection[str] = ()) -> Self:
+    def of_operators(
+        cls, operators: Sequence[Operator], gradients: Mapping[str, int] = MappingProxyType({})
+    ) -> Self:
         """Return the cost of the operators of a step.
 
         Args:
             operators: in their order.
-            frozen: watched modules whose weights get no gradient.
+            gradients: of watched modules, see Product.
         """
         products: Counter[Product] = Counter()
         attention: Counter[str] = Counter()
+        update_flops: Counter[str] = Counter()
         for one in operators:
             if one.kind == ATTENTION:
                 attention[one.dtype] += one.flops  # type: ignore[assignment]
+            elif one.kind == PRODUCT and one.phase == UPDATE:
+                update_flops[one.dtype] += one.flops  # type: ignore[assignment]
             elif one.kind == PRODUCT:
                 is_again = bool(one.shape) and one.phase == BACKWARD
-                is_frozen = one.module in frozen
                 size = one.flops, one.bytes, one.shape
-                products[Product(one.dtype, *size, is_again, is_frozen, one.is_3x3)] += 1
+                count = gradients.get(one.module, 2)
+                product = Product(one.dtype, *size, is_again, count, one.weight, one.is_3x3)
+                products[product] += 1
         others = [one for one in operators if one.phase != UPDATE]
         updates = [one for one in operators if one.phase == UPDATE]
         traffic = moved_bytes(others, False), moved_bytes(others, True)
         update = sum(one.bytes for one in updates)
-        return cls(products, attention, traffic, update, len(operators))
+        return cls(products, attention, traffic, update, update_flops, len(operators))
 
     @property
     def flops(self) -> float:

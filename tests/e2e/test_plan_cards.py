@@ -23,7 +23,8 @@ def test_a_sweep_of_plans_has_one_table_one_sentence_and_the_parents_metrics(
     text = " ".join(done.stdout.split())
     assert re.search(
         r"On NVIDIA H100 SXM: transformer-engine, 1\.\d\d to 1\.\d\d × bf16-mixed, "
-        r"[\d.]+ GiB of 80, [\d.]+ to [\d.]+ USD\. On NVIDIA A100 SXM 80 GB: bf16-mixed, ",
+        r"[\d.]+ GiB of 80, [\d.]+ to [\d.]+ USD, "
+        r"quality: not tried\. On NVIDIA A100 SXM 80 GB: bf16-mixed, ",
         text,
     )
     assert "The quality was not tried" in text
@@ -71,6 +72,23 @@ def test_a_plan_for_this_machine_says_what_no_step_is_below(main):
     assert 0 < float(bound) < float(expected)
 
 
+def test_what_a_sweep_varies_beside_them_is_named_and_a_moved_sweep_keeps_its_answer(
+    main, tmp_path
+):
+    sweep = tmp_path / "sweep"
+    words = [word for word in GPT if not word.startswith("model.width")]
+    done = main(
+        *("-m", *words, "device=h100", "precision=tf32", "model.width=512,1024"),
+        *("tracking=none", f"hydra.sweep.dir={sweep}"),
+    ).check_ok()
+    for width in (512, 1024):
+        answer = rf"On NVIDIA H100 SXM model.width={width}: bf16-mixed, for tf32 is 0\.\d\d to"
+        assert re.search(answer, " ".join(done.stdout.split()))
+    moved = sweep.rename(tmp_path / "moved")
+    again = main("report", moved).check_ok()
+    assert "bf16-mixed, for tf32 is 0." in again.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -80,6 +98,9 @@ def test_a_plan_for_this_machine_says_what_no_step_is_below(main):
         ("device=h100 plan.gpus=0", "plan.gpus=0"),
         ("device=h100 plan.strategy=tp", "plan.strategy=tp is not known. Allowed: fsdp, ddp."),
         ("device=h100 plan.anchor=0", "plan.anchor=0 is not allowed."),
+        ("device.price=2", "device.* is of a card."),
+        ("device=h100 device.price=-1", "device.price=-1 is negative."),
+        ("device=h100 device.link=0 plan.gpus=8", "plan.gpus=8 needs device.link"),
         ("plan.anchor=1000", "plan.* is for a card. Type mode=plan device=h100"),
         (
             "device=h100 device.bandwidth=-1",

@@ -6,7 +6,7 @@ import pytest
 from shapes import gpt_words
 
 from bench.common import RESULTS
-from bench.plan.fit import spec_of
+from bench.plan.fit import FIT, PAIRS, predict, spec_of
 from bench.plan.memory import predicted_peak
 from runner.core.base.errors import ConfigError
 from runner.core.base.tensor_facts import GIB
@@ -22,8 +22,8 @@ H200 = [
 ]
 
 
-def planned(*words):
-    spec = spec_of(["device=h100", *words])
+def planned(*words, card=("device=h100",)):
+    spec = spec_of([*card, *words])
     precision = build_group("precision", spec.precision)
     found = ConversionPlan()
     report = ModelBuilder(spec, precision).build_on_meta(found).report
@@ -56,6 +56,9 @@ def test_fsdp_shares_what_does_not_compute():
     assert shared.peak["weights"] == pytest.approx(alone.peak["weights"] / 8, rel=0.01)
     replicated = planned(*WORDS, "precision=32-true", "plan.gpus=8", "plan.strategy=ddp")
     assert replicated.peak["optimizer"] == alone.peak["optimizer"]
+    # Each card adds up whole gradients of several micro-batches.
+    whole = planned(*WORDS, "precision=32-true", "plan.gpus=8", "train.accumulate=2")
+    assert whole.peak["gradients"] > 4 * shared.peak["gradients"]
     # A link that is slow enough is waited for.
     slow = planned(*WORDS, "precision=32-true", "plan.gpus=8", "device.link=0.01")
     assert slow.parts["waiting"] > 10 * shared.parts["products"]
@@ -83,6 +86,32 @@ def test_an_anchor_sets_the_time_of_the_baseline():
     assert other.seconds[0] == pytest.approx(seconds / other.ratio[2])
 
 
+def test_a_plan_has_the_ratio_of_the_published_page():
+    """One of the project's own pairs, and one of a trainer whose compiler fuses."""
+    for pair in PAIRS:
+        if (pair.precision, pair.base_speed) == ("transformer-engine", 232250):
+            more = ["precision.emulate=true"]
+        elif pair.name.endswith("H100") and pair.precision == "float8-tensorwise":
+            more = ["precision.emulate=true", "train.compile=true", "plan.fuses=true"]
+            more += ["plan.gpus=8", "precision.ignore_modules=[lm_head]", "train.batch_size=8"]
+        else:
+            continue
+        keys = {word.partition("=")[0] for word in more}
+        words = [word for word in pair.base.overrides if word.partition("=")[0] not in keys]
+        plan = planned(*words, f"precision={pair.precision}", *more, card=pair.base.card)
+        assert plan.ratio
+        assert plan.ratio[1] == pytest.approx(predict(pair, FIT).ratio, rel=0.02)
+
+
+def test_the_bound_is_above_the_interval():
+    plan = planned(
+        *gpt_words(1, 8192, 1024, 8, 512), "precision=transformer-engine", "precision.emulate=true"
+    )
+    assert plan.ratio
+    assert plan.most
+    assert 1 < plan.ratio[1] < plan.ratio[2] <= plan.most
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -91,13 +120,15 @@ def test_an_anchor_sets_the_time_of_the_baseline():
         ("precision=torchao-mxfp8 device=rtx5090", "10.0 or higher, below 11.0"),
         ("precision=transformer-engine device=mi300x", "needs an NVIDIA GPU"),
         ("precision=bf16-mixed device=t4", "it lacks bfloat16 products"),
+        ("precision=float8-tensorwise", "without train.compile=true"),
         ("precision=int8", "no published step supports it"),
         ("precision=64-true", "no published step supports it"),
-        ("precision=bf16-mixed model.width=64", "launching its operators takes longer"),
+        ("precision=bf16-mixed model.width=64", "launching operators takes longer"),
     ],
 )
 def test_what_no_row_supports_is_refused_and_its_memory_planned(words, reason):
-    emulated = ["precision.emulate=true"] if "engine" in words or "torchao" in words else []
+    has_emulation = any(name in words for name in ("engine", "torchao", "float8"))
+    emulated = ["precision.emulate=true"] if has_emulation else []
     keys = [word.partition("=")[0] for word in words.split()]
     words = [one for one in WORDS if one.partition("=")[0] not in keys] + words.split()
     cards = [word for word in words if word.startswith("device=")]

@@ -86,8 +86,41 @@ def test_a_checkpointed_forward_counts_again_and_a_frozen_weight_has_no_gradient
     assert product_flops(again.cost) - product_flops(plain.cost) == blocks
     frozen = rehearsed(*words, "train.freeze=[blocks]", watched=["blocks.1.expand"])
     (watched,) = [one for one in frozen.cost.products if one.shape]
-    assert watched.is_frozen
+    assert watched.gradients == 1
     assert watched.shape == (2 * 16, 64, 256)
+
+
+def test_below_everything_that_trains_there_is_no_backward():
+    words = [*gpt_words(2, 64, 128, 2, 16), "model.tie_weights=false"]
+    frozen = "train.freeze=[token_embedding,position_embedding,blocks]"
+    cost = rehearsed(*words, frozen, watched=["blocks.1.expand", "head"]).cost
+    assert {one.shape[2]: one.gradients for one in cost.products if one.shape} == {256: 0, 128: 2}
+
+
+def test_dropout_of_attention_does_not_change_its_kernel():
+    words = gpt_words(1, 64, 128, 2, 16)
+    plain, dropped = (rehearsed(*words, f"model.dropout={p}").cost for p in (0.0, 0.1))
+    assert dropped.attention == plain.attention != {}
+
+
+def test_products_of_an_optimizer_belong_to_the_update():
+    words = gpt_words(1, 64, 128, 2, 16)
+    adam, muon = (rehearsed(*words, f"optimizer={name}").cost for name in ("adamw", "muon"))
+    assert muon.flops == adam.flops
+    assert sum(muon.update_flops.values()) > 0 == sum(adam.update_flops.values())
+
+
+def test_all_experts_of_a_stack_are_cast():
+    words = (
+        "model=mixture model.layers=1 model.width=64 model.heads=4 model.top_k=2 model.hidden=32 "
+        "data=synthetic_tokens data.meta.input=[16] data.meta.classes=128 train.batch_size=4"
+    )
+    elements = []
+    for experts in (4, 16):
+        name = "blocks.0.experts.down_proj"
+        cost = rehearsed(*words.split(), f"model.experts={experts}", watched=[name]).cost
+        elements.append(sum(one.weight for one in cost.products if one.shape))
+    assert elements[1] == 4 * elements[0] > 0
 
 
 def operator(kind, reads, writes, phase=FORWARD):

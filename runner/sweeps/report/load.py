@@ -72,6 +72,8 @@ def load_from_folder(folder: Path, is_stopped: bool = False) -> SweepData:
     for result in read_results(folder):
         # A result names the folder where its job ran; the sweep may have been moved since.
         job_folder = folder / Path(result.folder).name
+        if not Path(result.folder).is_dir():
+            result = replace(result, folder=str(job_folder))
         curves = history.from_folder(job_folder)
         routers = json_mapping(_read_text(job_folder, layout.ROUTERS))
         jobs.append(Job(result, curves, partial(read_settings, job_folder), routers))
