@@ -38,7 +38,8 @@ def _ui(words: Sequence[str], values: Mapping[str, str]) -> int:
 DOCTOR = Command(
     name="doctor",
     summary="which precisions run on this machine",
-    description="Lists every precision: whether it runs on this machine, why not, what to install.",
+    description="Lists every precision: whether it runs on this machine, why not, what to install."
+    "\nMeasures what its products and copies reach, too.",
     run=_doctor,
     options={
         "--config-dir <folder>": "of your own configs: lists their precisions, too",

@@ -183,6 +183,8 @@ def _missing_option(error: MissingConfigException) -> str:
     if not options:
         return f"{group}={option} is not known: there is no option in {group}/."
     hint = option_hint(group, option, options)
+    if group == "device" and not hint:  # as of other programs
+        hint = f" Type {_OTHER_PROGRAMS_KEYS[group]}."
     if group == "callbacks":
         hint = (
             " A callback of your own is callbacks.<name>._target_=package.module.Name, or a yaml "

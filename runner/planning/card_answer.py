@@ -3,15 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from runner.core import ConfigError, RunResult, RunSpec, files, fmt, tensor_facts
 from runner.diagnostics.memory.forecast import MAX_FORECAST_BATCH_SIZE
-from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE
 from runner.output.markup import Cell, Table
 from runner.planning.card_plan import CardPlan
 from runner.planning.room import DeviceSpec, PlanSpec
-from runner.sweeps.report.load import find_parent_run, load_from_folder, load_from_store
+from runner.sweeps.report.load import load_sweep
 from runner.sweeps.report.sweep_data import SweepData
 from runner.sweeps.report.wording import join_names, rating_words, verdict_words
 from runner.sweeps.verdict.answer import Answer, AnswerRecord
@@ -19,30 +17,12 @@ from runner.sweeps.verdict.statistics import Ratio, Verdict
 
 PLAN = "plan.json"
 """File in the folder of a plan for a card."""
-HEAD = ("precision", "card", "speed", "at most", "step, ms", "memory, GiB", "largest batch")
-BASELINE = "bf16-mixed"
 UNTRIED = "The quality was not tried: plan.quality=<a sweep> puts its verdict beside the speed."
-UNKNOWN = "Not known: contention, power limits, data loading, other kernels than those measured."
+UNKNOWN = "contention, power limits, data loading, other kernels than those measured"
 
 
-class Quality(NamedTuple):
-    """What trials say about a precision.
-
-    Attributes:
-        text: the verdict, with how it was tested; empty where it was not.
-        is_worse: whether it trains measurably worse.
-        equal_loss: steps of bf16-mixed to the loss of 32-true over those of the precision: the
-            least, expected and greatest; 0 where it does not reach that loss; None where they were
-            not compared.
-    """
-
-    text: str = ""
-    is_worse: bool = False
-    equal_loss: Sequence[float] | None = None
-
-
-def read_quality(spec: RunSpec, precision: str) -> Quality:
-    """Return what the sweep of plan.quality says about a precision.
+def with_quality(plan: CardPlan, spec: RunSpec) -> CardPlan:
+    """Return a plan with what the sweep of plan.quality says about its precision.
 
     Raises:
         ConfigError: there is no such sweep, or it did not try the precision.
@@ -50,43 +30,31 @@ def read_quality(spec: RunSpec, precision: str) -> Quality:
     """
     name = spec.section(PlanSpec).quality
     if name is None:
-        return Quality()
-    if files.path_exists(name):
-        try:
-            data = load_from_folder(Path(name))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"plan.quality={name} holds no sweep. Type the folder or the MLflow id of a sweep, "
-                "mode=advise or mode=gate."
-            ) from error
-    else:
-        from runner.tracking.reader import Reader  # imports mlflow
-
-        reader = Reader(spec.tracking.get("uri") or "")
-        data = load_from_store(reader, find_parent_run(reader, name))
-    found = {}
+        return plan
+    uri = spec.tracking.get("uri")
+    data = load_sweep(name, {"tracking.uri": uri} if uri else {}).data
+    tried = {}
     for verdict in data.advice.verdicts if data.advice else ():
         words = rating_words(verdict), verdict.is_failing
-        found.setdefault(verdict.group.precision, (*words, verdict.group))
+        tried.setdefault(verdict.group.precision, (*words, verdict.group))
     for one in data.compared:
         is_worse = one.verdict is Verdict.WORSE or bool(one.group.counts["diverged"])
-        found.setdefault(one.group.precision, (verdict_words(one), is_worse, one.group))
-    if precision not in found:
+        tried.setdefault(one.group.precision, (verdict_words(one), is_worse, one.group))
+    if plan.precision not in tried:
         raise ConfigError(
-            f"plan.quality={name} has not tried precision={precision}, but "
-            f"{join_names(found)}. Type one of these, or leave plan.quality= out."
+            f"plan.quality={name} has not tried precision={plan.precision}, but "
+            f"{join_names(tried)}. Type one of these, or leave plan.quality= out."
         )
-    words, is_worse, group = found[precision]
-    jobs = group.jobs
-    emulated = "emulated, " if any(job.kernels == "emulated" for job in jobs) else ""
-    seeds = "one seed" if len(jobs) == 1 else f"{len(jobs)} seeds"
+    words, is_worse, group = tried[plan.precision]
+    emulated = "emulated, " if any(job.kernels == "emulated" for job in group.jobs) else ""
+    seeds = "one seed" if len(group.jobs) == 1 else f"{len(group.jobs)} seeds"
+    plan = replace(plan, quality=f"{words} ({emulated}{seeds})", trains_worse=is_worse)
     ratios = _step_ratios(data)
-    ratio = ratios.get(precision)
-    base = ratios[BASELINE].value if BASELINE in ratios else 0.0
-    equal_loss = (
-        [each / (base or 1.0) for each in (ratio.low, ratio.value, ratio.high)] if ratio else None
-    )
-    return Quality(f"{words} ({emulated}{seeds})", is_worse, equal_loss)
+    own, base = ratios.get(plan.precision), ratios.get(plan.baseline)
+    if own and base and base.value:
+        steps = (own.low / base.value, own.value / base.value, own.high / base.value)
+        plan = replace(plan, step_ratio=steps)
+    return plan
 
 
 def _step_ratios(data: SweepData) -> dict[str, Ratio]:
@@ -100,185 +68,138 @@ def _step_ratios(data: SweepData) -> dict[str, Ratio]:
     return {one.group.precision: one.equal_loss for one in compared if one.equal_loss}
 
 
+def has_plan(result: RunResult) -> bool:
+    """Return whether a job has planned for a card."""
+    return Path(result.folder, PLAN).is_file()
+
+
 def answer_plans(results: Sequence[RunResult]) -> Answer:
-    """Return what a sweep of plans says."""
-    found: list[tuple[CardPlan, Quality]] = []
-    for result in results:
-        path = Path(result.folder, PLAN)
-        if path.is_file():
-            found.append(read_plan(path))
-    if not found:
-        return Answer(f"No {PLAN} is in the folders of these jobs.", table=Table(HEAD, []))
-    sentences = [*_sentences(found)]
-    metrics = {}
-    for plan, _ in found:
-        name = f"{plan.precision}/{plan.place.replace(' ', '-')}"
-        metrics |= {f"plan/{key}/{name}": value for key, value in plan_metrics(plan).items()}
-    record = AnswerRecord(metrics, {"answer": " ".join(sentences)}, 0)
-    remarks = [UNKNOWN] if any(quality.text for _, quality in found) else [UNTRIED, UNKNOWN]
-    return Answer(" ".join(sentences), remarks, record=record, table=plans_table(found))
-
-
-def read_plan(path: Path) -> tuple[CardPlan, Quality]:
-    """Read a plan and the quality beside it from a file.
+    """Return what a sweep of plans says.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: a plan's file is damaged.
     """
-    values = files.read_json(path)
-    quality = Quality(**values.pop("quality"))
-    return CardPlan(**files.dataclass_fields_from_json(CardPlan, values)), quality
+    plans = []
+    for result in filter(has_plan, results):
+        values = files.read_json(Path(result.folder, PLAN))
+        plans.append(CardPlan(**files.dataclass_fields_from_json(CardPlan, values)))
+    metrics = {}
+    for plan in plans:
+        numbers = {
+            "speed_ratio": plan.ratio and plan.ratio[1],
+            "step_seconds": plan.seconds and plan.seconds[1],
+            "peak_gib": plan.peak_gib,
+            "price": plan.price and plan.price[1],
+        }
+        name = f"{plan.precision}/{plan.place.replace(' ', '-')}"
+        metrics |= {f"plan/{key}/{name}": value for key, value in numbers.items() if value}
+    text = " ".join(_sentences(plans))
+    untried = [] if any(plan.quality for plan in plans) else [UNTRIED]
+    record = AnswerRecord(metrics, {"answer": text}, 0)
+    rows = [{"precision": one.precision, "card": one.place, **plan_cells(one)} for one in plans]
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    table = Table(head, [[Cell(row[name]) for name in head] for row in rows])
+    return Answer(text, [*untried, f"Not known: {UNKNOWN}."], record=record, table=table)
 
 
-def plan_metrics(plan: CardPlan) -> dict[str, float]:
-    """Return the numbers of a plan by the ends of their names."""
-    numbers = {
-        "speed_ratio": plan.ratio and plan.ratio[1],
-        "step_seconds": plan.seconds and plan.seconds[1],
-        "peak_gib": sum(plan.peak.values()) / tensor_facts.GIB,
-        "price": plan.price and plan.price[1],
+def plan_cells(plan: CardPlan) -> dict[str, str]:
+    """Return what a plan says, by the heads of a table; empty where it says nothing."""
+    memory = plan.memory / tensor_facts.GIB
+    more = " or more" if plan.largest_batch == MAX_FORECAST_BATCH_SIZE else ""
+    equal_loss = ""
+    if plan.ratio and plan.step_ratio:
+        product = [a * b for a, b in zip(plan.ratio, plan.step_ratio, strict=True)]
+        equal_loss = _estimate(product) if product[1] else "not reached"
+    return {
+        "speed": "1.00" if plan.precision == plan.baseline else _estimate(plan.ratio),
+        "at most": f"{plan.most:.2f}" if plan.most else "",
+        "step, ms": _interval(plan.seconds, 1000),
+        "memory, GiB": f"{plan.peak_gib:.3g} of {memory:.3g}",
+        "largest batch": f"{plan.largest_batch or 'none'}{more}",
+        "hours": _interval(plan.hours),
+        "price": _interval(plan.price),
+        "quality": plan.quality,
+        "speed to equal loss": equal_loss,
+        "why not": plan.reason,
     }
-    return {name: value for name, value in numbers.items() if value}
 
 
-def card_rows(plan: CardPlan, quality: Quality, spec: RunSpec) -> dict[str, str]:
+def card_rows(plan: CardPlan, spec: RunSpec) -> dict[str, str]:
     """Return the rows of a single plan's table.
 
     Args:
         plan: for a card.
-        quality: of its precision.
         spec: of the run.
     """
+    rows = {name: text for name, text in plan_cells(plan).items() if text}
+    if plan.memory_of:
+        rows["memory, GiB"] += f", as in {plan.memory_of}"
     gib = tensor_facts.GIB
-    peak, largest = _memory_cells(plan)
-    rows = {
-        "peak of a step": f"{peak} GiB" + (f", as in {plan.memory_of}" if plan.memory_of else ""),
-        "at the peak": ", ".join(f"{name} {size / gib:.2f}" for name, size in plan.peak.items()),
-        "largest batch": f"{largest} examples on a card, in {USABLE_MEMORY_SHARE:g} of the card's memory",
-    }
-    if not plan.ratio or not plan.seconds:
-        return rows | {"speed": plan.reason}
-    speed, most, step = _speed_cells(plan)
-    if quality.text:
-        rows["quality"] = quality.text
-    rows["speed"] = f"{speed} × {plan.baseline} there, with its 80 % interval"
+    rows["at the peak"] = ", ".join(f"{name} {n / gib:.2f}" for name, n in plan.peak.items())
+    if plan.ratio:
+        rows["speed"] += f" × {plan.baseline} there"
     if plan.most:
-        rows["bound"] = (
-            f"{fmt.format_share(plan.covered)} of {plan.baseline}'s step changes its format: at "
-            f"most {most} ×"
-        )
+        rows["at most"] += f", for {fmt.format_share(plan.covered)} of the step changes its format"
         if plan.narrowest:
-            rows["bound"] += f"; slower in layers narrower than {plan.narrowest:.0f}"
-    rows["a step computes"] = f"{plan.teraflops:.4g} TFLOP"
-    rows["a step takes"] = f"{step} ms"
-    parts = {name: 1000 * seconds for name, seconds in plan.parts.items() if seconds}
-    rows["expected"] = ", ".join(f"{name} {one:.3g}" for name, one in parts.items()) + " ms"
-    if plan.hours:
-        price = f", {_interval(plan.price)} USD" if plan.price else ""
-        rows["all steps"] = f"{_interval(plan.hours)} hours{price}"
-    if not plan.anchored:
-        rows["anchor"] = (
-            f"none: plan.anchor=<tokens per second in {plan.baseline}> narrows the time"
-        )
+            rows["at most"] += f"; slower in layers narrower than {plan.narrowest:.0f}"
+    parts = [f"{name} {1000 * seconds:.3g}" for name, seconds in plan.parts.items() if seconds]
+    rows["expected, ms"] = ", ".join(parts)
+    if plan.ratio and not spec.section(PlanSpec).anchor:
+        rows["anchor"] = f"none: plan.anchor=<tokens a second in {plan.baseline}> narrows the time"
     sources = spec.section(DeviceSpec).sources
     rows["sources"] = "\n".join(f"{name}: {text}" for name, text in sources.items())
-    return rows | {"not known": UNKNOWN.partition(": ")[2]}
+    return rows | {"not known": UNKNOWN}
 
 
-def _sentences(found: Sequence[tuple[CardPlan, Quality]]) -> Iterator[str]:
+def _sentences(plans: Sequence[CardPlan]) -> Iterator[str]:
     """Yield the precision to take on each card."""
-    by_card = fmt.grouped((plan.place, (plan, quality)) for plan, quality in found)
-    for card, pairs in by_card.items():
-        usable = [(p, q) for p, q in pairs if p.ratio and not q.is_worse]
-        fitting = [(p, q) for p, q in usable if p.fits]
+    for card, each in fmt.grouped((plan.place, plan) for plan in plans).items():
+        usable = [plan for plan in each if plan.ratio and not plan.trains_worse]
+        fitting = [plan for plan in usable if plan.fits]
         if fitting:
-            plan, quality = max(fitting, key=lambda pair: _least_gain(*pair))
-            words = [*_choice(plan, quality)]
-            if _least_gain(plan, quality) < 1:
+            plan = max(fitting, key=_least_gain)
+            words = [*_choice(plan)]
+            if _least_gain(plan) < 1:
                 words = [plan.baseline, f"for {plan.precision} is {words[1]}"]
             yield f"On {card}: {', '.join(words)}."
         elif usable:
-            plan = max((p for p, _ in usable), key=lambda p: p.largest_batch or 0)
+            plan = max(usable, key=lambda one: one.largest_batch or 0)
             size = plan.largest_batch
-            smaller = (
-                f"{plan.precision} fits with {size} examples on a card" if size else "none does"
-            )
+            smaller = f"{plan.precision} fits with {size} examples a card" if size else "none does"
             yield f"On {card}: this batch does not fit; {smaller}."
         else:
-            reasons = "; ".join(dict.fromkeys(plan.reason for plan, _ in pairs if plan.reason))
+            reasons = "; ".join(dict.fromkeys(plan.reason for plan in each if plan.reason))
             yield f"On {card}: none of these precisions ({reasons or 'each trains worse'})."
 
 
-def _least_gain(plan: CardPlan, quality: Quality) -> float:
+def _least_gain(plan: CardPlan) -> float:
     """Return the speed that a plan has at least; 0 where it is measurably no faster to an equal
     loss."""
     assert plan.ratio
-    if quality.equal_loss and plan.ratio[2] * quality.equal_loss[2] < 1:
+    if plan.step_ratio and plan.ratio[2] * plan.step_ratio[2] < 1:
         return 0.0
     return plan.ratio[0]
 
 
-def _choice(plan: CardPlan, quality: Quality) -> Iterator[str]:
+def _choice(plan: CardPlan) -> Iterator[str]:
     assert plan.ratio
     yield plan.precision
     if plan.precision != plan.baseline:
         yield f"{plan.ratio[0]:.2f} to {plan.ratio[2]:.2f} × {plan.baseline}"
-    peak = sum(plan.peak.values()) / tensor_facts.GIB
-    yield f"{peak:.3g} GiB of {plan.memory / tensor_facts.GIB:.0f}"
+    yield f"{plan.peak_gib:.3g} GiB of {plan.memory / tensor_facts.GIB:.0f}"
     if plan.price:
         yield f"{_interval(plan.price)} USD"
-    if quality.text or plan.precision != plan.baseline:
-        yield f"quality: {quality.text or 'not tried'}"
+    if plan.quality or plan.precision != plan.baseline:
+        yield f"quality: {plan.quality or 'not tried'}"
 
 
-def plans_table(found: Sequence[tuple[CardPlan, Quality]]) -> Table:
-    """Return the table with one row for each plan."""
-    with_hours = any(plan.hours for plan, _ in found)
-    with_quality = any(quality.text for _, quality in found)
-    head = [*HEAD]
-    head += ["hours", "price"] if with_hours else []
-    head += ["quality", "speed to equal loss"] if with_quality else []
-    head += ["why not"] if any(plan.reason for plan, _ in found) else []
-    rows = []
-    for plan, quality in found:
-        row = [plan.precision, plan.place, *_speed_cells(plan), *_memory_cells(plan)]
-        if with_hours:
-            row += [_interval(plan.hours), _interval(plan.price)]
-        if with_quality:
-            row += [quality.text, _equal_loss_cell(plan, quality)]
-        row += [plan.reason] if "why not" in head else []
-        rows.append([*map(Cell, row)])
-    return Table(head, rows)
+def _estimate(numbers: Sequence[float] | None) -> str:
+    return f"{numbers[1]:.2f} ({numbers[0]:.2f} to {numbers[2]:.2f})" if numbers else ""
 
 
-def _speed_cells(plan: CardPlan) -> list[str]:
-    if not plan.ratio or not plan.seconds:
-        return ["", "", ""]
-    speed = f"{plan.ratio[1]:.2f} ({plan.ratio[0]:.2f} to {plan.ratio[2]:.2f})"
-    most = f"{plan.most:.2f}" if plan.most else ""
-    milliseconds = [1000 * seconds for seconds in plan.seconds]
-    is_baseline = plan.precision == plan.baseline
-    return ["1.00" if is_baseline else speed, most, _interval(milliseconds)]
-
-
-def _equal_loss_cell(plan: CardPlan, quality: Quality) -> str:
-    if not plan.ratio or quality.equal_loss is None:
-        return ""
-    if not quality.equal_loss[1]:
-        return "not reached"
-    low, value, high = (a * b for a, b in zip(plan.ratio, quality.equal_loss, strict=True))
-    return f"{value:.2f} ({low:.2f} to {high:.2f})"
-
-
-def _memory_cells(plan: CardPlan) -> list[str]:
-    peak = sum(plan.peak.values()) / tensor_facts.GIB
-    memory = plan.memory / tensor_facts.GIB
-    more = " or more" if plan.largest_batch == MAX_FORECAST_BATCH_SIZE else ""
-    return [f"{peak:.3g} of {memory:.3g}", f"{plan.largest_batch or 'none'}{more}"]
-
-
-def _interval(numbers: Sequence[float] | None) -> str:
+def _interval(numbers: Sequence[float] | None, unit: float = 1.0) -> str:
     if not numbers:
         return ""
-    low, high = (f"{number:.3g}" if number < 100 else f"{number:,.0f}" for number in numbers[::2])
+    ends = (unit * number for number in numbers[::2])
+    low, high = (f"{number:.3g}" if number < 100 else f"{number:,.0f}" for number in ends)
     return low if low == high else f"{low} to {high}"

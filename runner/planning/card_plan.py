@@ -38,7 +38,7 @@ from runner.planning.card_speed import (
     FIT,
     LAUNCH_SECONDS,
     StepSeconds,
-    half_format,
+    baseline_of,
     narrowest_width,
     product_format,
     recipe_change,
@@ -78,8 +78,11 @@ class CardPlan:
         memory: bytes of the card.
         memory_of: the precision whose memory is planned in its place; empty for its own.
         largest_batch: examples of a micro-batch that fit one card; None where one does not.
-        teraflops: of products and attention in a step on one card.
-        anchored: whether the hours rest on plan.anchor.
+        quality: verdict of trials, with how it was tested; empty where it was not.
+        trains_worse: whether it measurably does.
+        step_ratio: steps of the baseline to the loss of 32-true over those of the precision: the
+            least, expected and greatest; 0 where it does not reach that loss; None where they were
+            not compared.
     """
 
     precision: str
@@ -99,8 +102,9 @@ class CardPlan:
     memory: float = 0.0
     memory_of: str = ""
     largest_batch: int | None = None
-    teraflops: float = 0.0
-    anchored: bool = False
+    quality: str = ""
+    trains_worse: bool = False
+    step_ratio: tuple[float, float, float] | None = None
 
     @property
     def place(self) -> str:
@@ -108,9 +112,14 @@ class CardPlan:
         return " ".join(filter(None, (self.card, self.settings)))
 
     @property
+    def peak_gib(self) -> float:
+        """Return the peak of one card in GiB."""
+        return sum(self.peak.values()) / tensor_facts.GIB
+
+    @property
     def fits(self) -> bool:
         """Return whether the configured micro-batch fits the card."""
-        return bool(self.peak) and sum(self.peak.values()) <= USABLE_MEMORY_SHARE * self.memory
+        return sum(self.peak.values()) <= USABLE_MEMORY_SHARE * self.memory
 
 
 class Rehearsed(NamedTuple):
@@ -145,10 +154,9 @@ def plan_card(
     card, settings = spec.section(DeviceSpec), spec.section(PlanSpec)
     precision = planned_precision(spec, precision)
     size = spec.train.batch_size // settings.gpus
-    half = "bf16" if half_format(card) == "bfloat16" else "16"
-    baseline = f"{half}-mixed"
+    baseline = baseline_of(card)
     # What computes beside converted layers, or all of it.
-    plain = f"{half}-{'true' if precision.storage.itemsize == 2 else 'mixed'}"
+    plain = baseline.replace("mixed", "true") if precision.storage.itemsize == 2 else baseline
     try:
         memory = _memory(spec, precision, found, size)
     except ConfigError:
@@ -186,7 +194,7 @@ def rehearse(
     found: ConversionPlan,
     size: int,
     watched: Collection[str] = (),
-    evaluates: bool = True,
+    evaluates: bool = False,
 ) -> Rehearsed:
     """Rehearse a step on tensors without values.
 
@@ -218,7 +226,6 @@ def rehearse(
         with as_on_hardware(model, own) as tape, _NoDropout(), quiet:
 
             def begin(name: str, call: Any) -> None:
-                # An evaluation follows without gradients.
                 has_gradient[name] |= any(tensor.requires_grad for tensor in tensors_in(call))
 
             for name in watched:
@@ -374,13 +381,7 @@ def _speed(spec: RunSpec, precision: Precision, host: Rehearsed, base: Rehearsed
         fields["hours"] = hours
         if card.price is not None:
             fields["price"] = [card.price * settings.gpus * each for each in hours]
-    return fields | {
-        "ratio": ratio,
-        "seconds": seconds,
-        "parts": vars(step),
-        "teraflops": base.cost.flops * spec.train.accumulate / 1e12,
-        "anchored": settings.anchor is not None,
-    }
+    return fields | {"ratio": ratio, "seconds": seconds, "parts": vars(step)}
 
 
 def _step(spec: RunSpec, rehearsed: Rehearsed, micro: StepSeconds) -> StepSeconds:

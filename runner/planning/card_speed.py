@@ -37,14 +37,14 @@ class Fit:
         slowest, fastest: ends of the 80 % interval of a step's time, over the model's.
     """
 
-    product: float = 1.208
-    narrow_product: float = 1.084
-    narrow_width: float = 342.53
-    rowwise: float = 0.782
-    block: float = 0.797
-    mxfp8: float = 0.854
+    product: float = 1.206
+    narrow_product: float = 1.096
+    narrow_width: float = 346.54
+    rowwise: float = 0.787
+    block: float = 0.795
+    mxfp8: float = 0.858
     tf32: float = 0.737
-    error: float = 0.096
+    error: float = 0.098
     slowest: float = 1.45
     fastest: float = 0.9
 
@@ -144,6 +144,11 @@ class StepSeconds:
         """
         unconverted = self.total + self.gain - self.casts
         return (abs(self.gain) + self.casts + abs(unconverted - base)) / self.total
+
+
+def baseline_of(card: DeviceSpec) -> str:
+    """Return the precision that speeds on a card are relative to."""
+    return "bf16-mixed" if half_format(card) == "bfloat16" else "16-mixed"
 
 
 def half_format(card: DeviceSpec) -> str:

@@ -11,12 +11,11 @@ from torch import nn
 from runner.core import (
     ConfigError,
     ConversionPlan,
+    ConversionReport,
     RunContext,
-    RunResult,
     files,
     fmt,
     random_streams,
-    run_context,
     tensor_facts,
 )
 from runner.diagnostics.memory.forecast import (
@@ -27,11 +26,11 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.modes.execution import read_initial_weights
-from runner.planning.card_answer import PLAN, card_rows, plan_metrics, read_quality
+from runner.planning.card_answer import PLAN, card_rows, with_quality
 from runner.planning.card_plan import plan_card, rehearse
 from runner.planning.card_speed import least_seconds, product_format, step_seconds
 from runner.planning.measured_device import MEASURED, measure_device
-from runner.planning.room import QUALITY, DeviceSpec
+from runner.planning.room import DeviceSpec
 from runner.precision.casting import KeptInFloat32
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable
@@ -46,15 +45,12 @@ from runner.training.setup import (
 )
 
 
-def plan(run: RunContext) -> run_context.RunOutcome | None:
+def plan(run: RunContext) -> None:
     """Print what a run would hold, from its model built on the meta device and converted.
 
     Where a model's code reads values, or a forward has to find its experts, it is built in memory.
     Nothing is trained or tracked; of init.weights the names and shapes are compared with the
     model's.
-
-    Returns:
-        The plan for a card, as a result; None without one.
     """
     spec = run.spec
     precision = run.precision
@@ -71,10 +67,8 @@ def plan(run: RunContext) -> run_context.RunOutcome | None:
     title = f"plan: {run.label}" + (f" on {card.name}" if card.name else "")
     table = Table(title=title, title_justify="left", show_header=False)
     rows = _overview(run, built)
-    quality = read_quality(spec, precision.name)
-    planned = plan_card(spec, precision, report, found) if card.name else None
-    if planned:
-        rows |= {"device": planned.card} | card_rows(planned, quality, spec)
+    if card.name:
+        rows |= {"device": card.name} | _card_rows(run, report, found)
     else:
         rows |= _peak_rows(run, found)
     for name, text in rows.items():
@@ -91,24 +85,18 @@ def plan(run: RunContext) -> run_context.RunOutcome | None:
     kept = [n for n, m in model.named_modules() if isinstance(m, KeptInFloat32)]
     if kept:
         run.console.print(f"kept in float32: {', '.join(kept)}", markup=False)
-    if planned is None:
-        return None
-    settings = [
-        word
-        for word in run.invocation.settings(spec)
-        if run.invocation.sweep and fmt.override_key(word) not in ("device", "precision.emulate")
-    ]
-    planned = replace(planned, settings=" ".join(settings))
-    files.write_json(run.out / PLAN, {**asdict(planned), "quality": quality._asdict()})
-    result = RunResult(
-        precision=precision.name,
-        label=run.label,
-        folder=str(run.out),
-        device=card.name or "",
-        quality=QUALITY,
-        metrics={f"plan/{name}": value for name, value in plan_metrics(planned).items()},
-    )
-    return run_context.RunOutcome(result, report)
+
+
+def _card_rows(run: RunContext, report: ConversionReport, found: ConversionPlan) -> dict[str, str]:
+    """Plan for the card of a run, write the plan to its folder, and return the table's rows."""
+    spec, sweep = run.spec, run.invocation.sweep
+    settings = run.invocation.settings(spec) if sweep else []
+    names = ("device", "precision.emulate")
+    varied = [word for word in settings if fmt.override_key(word) not in names]
+    card_plan = with_quality(plan_card(spec, run.precision, report, found), spec)
+    card_plan = replace(card_plan, settings=" ".join(varied))
+    files.write_json(run.out / PLAN, asdict(card_plan))
+    return card_rows(card_plan, spec)
 
 
 def _overview(run: RunContext, built: BuiltModel) -> dict[str, str]:

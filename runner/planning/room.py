@@ -156,28 +156,20 @@ class Plan(Mode):
             spec = replace(spec, precision={**spec.precision, "emulate": True})
         return plan._replace(spec=spec)
 
-    def run(
-        self, context: "RunContext", saved: "LoadedCheckpoint | None"
-    ) -> "run_context.RunOutcome | None":
+    def run(self, context: "RunContext", saved: "LoadedCheckpoint | None") -> None:
         from runner.planning.plan import plan
 
-        return plan(context)
+        plan(context)
 
     def records_sweep(self, config: Any) -> bool:
         words = config.hydra.overrides.task
         return any(word.startswith(("device=", "device.")) for word in words)
 
 
-QUALITY = "plan/speed_ratio"
-"""Metric of the plans for cards."""
-
-
 def _sweep_answer(results: Sequence[RunResult]) -> Any:
-    if not any(result.quality == QUALITY for result in results):
-        return None
-    from runner.planning.card_answer import answer_plans
+    from runner.planning.card_answer import answer_plans, has_plan
 
-    return answer_plans(results)
+    return answer_plans(results) if any(map(has_plan, results)) else None
 
 
 ROOM = Room(

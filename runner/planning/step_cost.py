@@ -164,10 +164,11 @@ def _count_flops(
         # torch counts full attention, and not the kernel of CPUs.
         flops = sdpa_flop_count(*(named[key].shape for key in ("query", "key", "value")))
         passes = 2.5 if "backward" in name else 1
-        mask = named.get("attn_mask")
-        # A padding mask is the same for all queries; a bias of float numbers masks nothing.
-        is_dense = mask is not None and mask.dtype is torch.bool and mask.stride(-2) != 0
-        is_causal = named.get("is_causal") or is_dense
+        mask: Any = named.get("attn_mask")
+        # A padding mask is the same for all queries; a learned bias differs between heads.
+        is_causal = bool(named.get("is_causal"))
+        if mask is not None and mask.stride(-2) != 0:
+            is_causal = mask.shape[:-2].numel() <= len(mask)
         return ATTENTION, flops * passes / (2 if is_causal else 1)
     if "_grouped_mm" in name:
         left, right = args[:2]

@@ -161,7 +161,9 @@ def test_each_command_has_a_help_text(main, command):
 
 def test_commands_get_their_arguments(main, monkeypatch):
     seen = []
-    monkeypatch.setattr("runner.cli.doctor.doctor", lambda folder: seen.append(folder) or 7)
+    monkeypatch.setattr(
+        "runner.cli.doctor.doctor", lambda folder, measures: seen.append(folder) or 7
+    )
     assert main("doctor", "-cd", "a").rc == 7
     assert seen == ["a"]
 

@@ -34,7 +34,10 @@ def test_arguments(command, words, values, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("doctor x", "doctor does not take x. Allowed: --config-dir=...; type doctor --help."),
+        (
+            "doctor x",
+            "doctor does not take x. Allowed: --config-dir=..., --measure; type doctor --help.",
+        ),
         ("remove --yes=no", "remove does not take --yes=no. Allowed: folders or ids of"),
         ("list --josn", "list does not take --josn. Allowed: folders and words, precision=..., "),
         ("doctor --config-dir", "doctor does not take --config-dir. Allowed: "),

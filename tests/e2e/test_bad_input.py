@@ -98,7 +98,7 @@ tracking=mlflow tracking.uri= => tracking.uri= is empty | leave it out
 --config x => config=x is not known | Type --config-dir <folder of your yamls>.
 --fp16 model=mlp => fp16= is not known | Type precision=16-mixed or 16-true.
 --gpus 2 => gpus=2 is not known | Type torchrun --nproc-per-node=<n> -m runner strategy=ddp.
---device cuda:0 => device=cuda:0 is not known | Type accelerator=cuda accelerator.index=<n>.
+--device cuda:0 => --device is no option here. Type device=cuda:0.
 device=cuda => device=cuda is not known | Type accelerator=cuda accelerator.index=<n>.
 --precision bf16 => --precision is no option here. Type precision=bf16.
 --optimizer.lr 0.1 => --optimizer.lr is no option here. Type optimizer.lr=0.1.

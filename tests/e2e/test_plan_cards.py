@@ -59,7 +59,7 @@ def test_a_measured_device_is_a_card(main, tmp_path):
     assert card["bandwidth"] > 1
     words = [*GPT, "--config-dir", ".", "device=my-cpu", "precision=32-true", "model.width=256"]
     text = main(*words).check_ok().stdout
-    assert "a step takes" in text
+    assert "step, ms" in text
 
 
 def test_a_plan_for_this_machine_says_what_no_step_is_below(main):

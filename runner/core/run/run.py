@@ -98,14 +98,13 @@ def _run(
                 )
             if not context.mode.is_recorded:
                 with context.explain_errors():
-                    outcome = context.mode.run(context, plan.saved)
-                plain = RunResult(
+                    context.mode.run(context, plan.saved)
+                result = RunResult(
                     precision=context.precision.name,
                     label=context.label,
                     folder=str(out),
                     device=context.accelerator.name,
                 )
-                result = outcome.result if outcome else plain
                 result.write(out)
                 return result, context
         result = _run_tracked(context, plan)

@@ -10,7 +10,7 @@ torch's MemTracker (torch.distributed._tools) adds up the same. It keeps alive w
 autograd.Function saves for its backward (bnb-int8-training: a fifth too much), sees no workspace of
 kernels, and knows the peak alone, not the moments that lead to it.
 
-Where operators need values or addresses (4-bit weights, some optimizers), two real steps are run,
+Where operators need values or addresses (some optimizers and experts), two real steps are run,
 one on two examples and one on twice as many. They show what an example adds to each
 moment of a step, and the peak is that of the extrapolated moments. To extrapolate the two peaks
 would mislead: with few examples another moment is the highest. A forecast says when it was made in
@@ -24,7 +24,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -191,7 +190,7 @@ def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:
     """Put fake tensors in the place of a model's own; tied ones stay tied.
 
     Raises:
-        NotImplementedError: the model holds tensors of a library's class.
+        NotImplementedError: the model holds tensors of a library's class other than packed weights.
     """
     fakes: dict[int, Tensor] = {}
 
@@ -207,18 +206,10 @@ def _replace_by_fakes(model: nn.Module, device: torch.device) -> None:
             is_parameter = isinstance(tensor, nn.Parameter)
             made: Any = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             if scales is not None:
-                made.quant_state = fake_scales(scales)
+                scales.to(device)  # replaces the tensors in it, here by fakes
+                made.quant_state = scales
             fakes[id(tensor)] = made
         return fakes[id(tensor)]
-
-    def fake_scales(scales: Any) -> Any:
-        """Return bitsandbytes' scales of a weight with fake tensors in them."""
-        made = copy(scales)
-        for name, value in vars(scales).items():
-            if isinstance(value, Tensor):
-                setattr(made, name, fake(value))
-        made.state2 = scales.state2 and fake_scales(scales.state2)
-        return made
 
     for module in model.modules():
         held: dict[str, Any]

@@ -19,7 +19,6 @@ arXiv:2208.07339 (row-wise int8, outlier columns).
 import logging
 import math
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +38,17 @@ from runner.precision.layers.quantized_linear import (
 
 with terminal.suppress_warnings():
     import bitsandbytes as bnb
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.functional import (
+        QuantState,
+        create_dynamic_map,
+        dequantize_4bit,
+        name2qmap,
+        quantize_4bit,
+    )
     from bitsandbytes.utils import unpack_tensor_to_dict
 
+# The library makes its map of 8-bit scales where the first weight is, also on the meta device.
+name2qmap.setdefault("dynamic", create_dynamic_map())
 # It warns of the cast to float16 before int8 in every forward.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
@@ -197,8 +204,6 @@ def _normalizing_factor(tensor: Tensor) -> Tensor:
 PackedEntries = dict[str, Tensor]
 """The entries of a state dict that belong to a packed weight, by their key after `weight.`."""
 PACKABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels pack
-_BLOCK = 64  # weights that share a scale
-_NESTED_BLOCK = 256  # scales that share a scale
 _STATE_KEY = "quant_state.bitsandbytes__"  # the library's start of the key of a packing's facts
 
 
@@ -212,48 +217,13 @@ def pack_4bit(weight: Tensor, quant_type: str, nested: bool) -> Any:
 
     Returns:
         bitsandbytes' Params4bit: uint8 [elements / 2, 1] with the scales in its quant_state.
-
     """
-    if weight.is_meta:
-        return _packed_on_meta(weight, quant_type, nested)
-    kind: Any = bnb.nn.Params4bit
     plain = weight.detach().contiguous()
     plain = plain if plain.dtype in PACKABLE_DTYPES else plain.float()
-    unpacked = kind(plain, quant_type=quant_type, compress_statistics=nested)
-    # The library quantises when it moves the weight to a device, also to the same one.
-    return unpacked.to(weight.device)
-
-
-def _packed_on_meta(weight: Tensor, quant_type: str, nested: bool) -> Any:
-    """Return what pack_4bit makes of a weight on the meta device, which the library would pass
-    through unpacked."""
-    elements = weight.numel()
-    make = partial(torch.empty, device="meta")
-    blocks = -(-elements // _BLOCK)
-    coarse = None
-    if nested:
-        coarse = QuantState(make(-(-blocks // _NESTED_BLOCK)), code=make(256), dtype=torch.float32)
-        coarse.blocksize = _NESTED_BLOCK
-    state = QuantState(
-        make(blocks, dtype=torch.uint8 if nested else torch.float32),
-        weight.shape,
-        make(16),
-        _BLOCK,
-        quant_type,
-        weight.dtype if weight.dtype in PACKABLE_DTYPES else torch.float32,
-        make(()) if nested else None,
-        coarse,
-    )
-    codes = make(-(-elements // 2), 1, dtype=torch.uint8)
+    packing: Any = {"quant_type": quant_type, "compress_statistics": nested}
+    codes, state = quantize_4bit(plain, **packing)
     kind: Any = bnb.nn.Params4bit
-    return kind(
-        codes,
-        requires_grad=False,
-        quant_state=state,
-        compress_statistics=nested,
-        quant_type=quant_type,
-        bnb_quantized=True,
-    )
+    return kind(codes, requires_grad=False, quant_state=state, bnb_quantized=True, **packing)
 
 
 def unpack_4bit(packed: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:

@@ -371,7 +371,7 @@ def _report_two(
     sweeps: Sequence[str], typed: Mapping[str, str], out: Path | None
 ) -> tuple[list[Path], SweepData]:
     """Write the report over the jobs of two sweeps; return the paths and the jobs."""
-    first, second = (_load_sweep(sweep, typed) for sweep in sweeps)
+    first, second = (load_sweep(sweep, typed) for sweep in sweeps)
     if first.data.sweep_id and first.data.sweep_id == second.data.sweep_id:
         raise ConfigError(
             f"{first.name} and {second.name} are the same sweep. Type report <A> <B> with two "
@@ -382,7 +382,7 @@ def _report_two(
     return write_report(data, out or report_folder(name)), data
 
 
-def _load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
+def load_sweep(sweep: str, typed: Mapping[str, str]) -> LoadedSweep:
     """Return a sweep of a folder or of the store."""
     if files.path_exists(sweep):
         began_ms = Manifest.read(Path(sweep)).began_ms

@@ -292,8 +292,16 @@ def test_a_weight_that_is_not_finite_is_skipped(name):
     assert skip_reasons(report) == {"0": "its weight is not finite", "1": ""}
 
 
-def test_meta_weights_are_not_taken_for_packed_ones():
-    with torch.device("meta"):
-        model = nn.Linear(8, 8)
-    with pytest.raises(NotImplementedError):
-        load_precision("bnb-nf4").convert(model, torch.device("meta"))
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-nf4-dq"])
+def test_weights_are_packed_on_the_meta_device_as_in_memory(name):
+    facts = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            model = nn.Linear(96, 70)
+        layer, _ = load_precision(name).convert(model, torch.device(device))
+        scales = layer.scales
+        state2 = scales.state2 and (scales.state2.absmax.shape, scales.state2.blocksize)
+        tensors = (layer.weight, scales.absmax, scales.code)
+        facts.append([*((t.shape, t.dtype) for t in tensors), state2, scales.blocksize])
+        assert layer.weight.device.type == device
+    assert facts[0] == facts[1]
