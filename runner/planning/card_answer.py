@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.core import ConfigError, RunResult, RunSpec, files, fmt, tensor_facts
+from runner.core import ConfigError, RunSpec, files, fmt, tensor_facts
 from runner.diagnostics.memory.forecast import MAX_FORECAST_BATCH_SIZE
 from runner.output.markup import Cell, Table
 from runner.planning.card_plan import CardPlan
@@ -15,8 +15,6 @@ from runner.sweeps.report.wording import join_names, rating_words, verdict_words
 from runner.sweeps.verdict.answer import Answer, AnswerRecord
 from runner.sweeps.verdict.statistics import Ratio, Verdict
 
-PLAN = "plan.json"
-"""File in the folder of a plan for a card."""
 UNTRIED = "The quality was not tried: plan.quality=<a sweep> puts its verdict beside the speed."
 UNKNOWN = "contention, power limits, data loading, other kernels than those measured"
 
@@ -68,20 +66,18 @@ def _step_ratios(data: SweepData) -> dict[str, Ratio]:
     return {one.group.precision: one.equal_loss for one in compared if one.equal_loss}
 
 
-def has_plan(result: RunResult) -> bool:
-    """Return whether a job has planned for a card."""
-    return Path(result.folder, PLAN).is_file()
-
-
-def answer_plans(results: Sequence[RunResult]) -> Answer:
+def answer_plans(paths: Sequence[Path]) -> Answer:
     """Return what a sweep of plans says.
 
+    Args:
+        paths: files of plans, one or more.
+
     Raises:
-        ValueError: a plan's file is damaged.
+        ValueError: a file is damaged.
     """
     plans = []
-    for result in filter(has_plan, results):
-        values = files.read_json(Path(result.folder, PLAN))
+    for path in paths:
+        values = files.read_json(path)
         plans.append(CardPlan(**files.dataclass_fields_from_json(CardPlan, values)))
     metrics = {}
     for plan in plans:

@@ -26,11 +26,11 @@ from runner.diagnostics.memory.forecast import (
 )
 from runner.diagnostics.memory.limits import USABLE_MEMORY_SHARE, free_memory
 from runner.modes.execution import read_initial_weights
-from runner.planning.card_answer import PLAN, card_rows, with_quality
+from runner.planning.card_answer import card_rows, with_quality
 from runner.planning.card_plan import plan_card, rehearse
 from runner.planning.card_speed import least_seconds, product_format, step_seconds
 from runner.planning.measured_device import MEASURED, measure_device
-from runner.planning.room import DeviceSpec
+from runner.planning.room import PLAN, DeviceSpec
 from runner.precision.casting import KeptInFloat32
 from runner.training.compile import check_compile_options
 from runner.training.example_batch import ForecastUnavailable

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core import Mode, Room, RunResult, RunSpec, Unavailable, errors
@@ -166,10 +167,17 @@ class Plan(Mode):
         return any(word.startswith(("device=", "device.")) for word in words)
 
 
-def _sweep_answer(results: Sequence[RunResult]) -> Any:
-    from runner.planning.card_answer import answer_plans, has_plan
+PLAN = "plan.json"
+"""File in the folder of a plan for a card."""
 
-    return answer_plans(results) if any(map(has_plan, results)) else None
+
+def _sweep_answer(results: Sequence[RunResult]) -> Any:
+    paths = [path for result in results if (path := Path(result.folder, PLAN)).is_file()]
+    if not paths:
+        return None
+    from runner.planning.card_answer import answer_plans  # imports torch
+
+    return answer_plans(paths)
 
 
 ROOM = Room(
