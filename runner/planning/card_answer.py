@@ -102,6 +102,7 @@ def plan_cells(plan: CardPlan) -> dict[str, str]:
     """Return what a plan says, by the heads of a table; empty where it says nothing."""
     memory = plan.memory / tensor_facts.GIB
     more = " or more" if plan.largest_batch == MAX_FORECAST_BATCH_SIZE else ""
+    in_place = f", as in {plan.memory_of}" if plan.memory_of else ""
     equal_loss = ""
     if plan.ratio and plan.step_ratio:
         product = [a * b for a, b in zip(plan.ratio, plan.step_ratio, strict=True)]
@@ -110,7 +111,7 @@ def plan_cells(plan: CardPlan) -> dict[str, str]:
         "speed": "1.00" if plan.precision == plan.baseline else _estimate(plan.ratio),
         "at most": f"{plan.most:.2f}" if plan.most else "",
         "step, ms": _interval(plan.seconds, 1000),
-        "memory, GiB": f"{plan.peak_gib:.3g} of {memory:.3g}",
+        "memory, GiB": f"{plan.peak_gib:.3g} of {memory:.3g}{in_place}",
         "largest batch": f"{plan.largest_batch or 'none'}{more}",
         "hours": _interval(plan.hours),
         "price": _interval(plan.price),
@@ -128,8 +129,6 @@ def card_rows(plan: CardPlan, spec: RunSpec) -> dict[str, str]:
         spec: of the run.
     """
     rows = {name: text for name, text in plan_cells(plan).items() if text}
-    if plan.memory_of:
-        rows["memory, GiB"] += f", as in {plan.memory_of}"
     gib = tensor_facts.GIB
     rows["at the peak"] = ", ".join(f"{name} {n / gib:.2f}" for name, n in plan.peak.items())
     if plan.ratio:

@@ -122,7 +122,7 @@ class CardPlan:
         return sum(self.peak.values()) <= USABLE_MEMORY_SHARE * self.memory
 
 
-class Rehearsed(NamedTuple):
+class StepTrace(NamedTuple):
     """A step on tensors without values.
 
     Attributes:
@@ -182,10 +182,13 @@ def plan_card(
 
 
 def planned_precision(spec: RunSpec, precision: Precision) -> Precision:
-    """Return a precision as a card computes it: emulated products hold more than its own."""
-    if not precision.emulated or precision.converts_layers:
-        return precision
-    return targets.build_group("precision", {**spec.precision, "emulate": False})
+    """Return a precision as a card computes it: emulated products hold more than its own, and so do
+    emulated layers that are fused with their norms, which are planned apart."""
+    if precision.emulated and not precision.converts_layers:
+        return targets.build_group("precision", {**spec.precision, "emulate": False})
+    if spec.precision.get("fuse"):
+        return targets.build_group("precision", {**spec.precision, "fuse": False})
+    return precision
 
 
 def rehearse(
@@ -195,7 +198,7 @@ def rehearse(
     size: int,
     watched: Collection[str] = (),
     evaluates: bool = False,
-) -> Rehearsed:
+) -> StepTrace:
     """Rehearse a step on tensors without values.
 
     Args:
@@ -251,7 +254,7 @@ def rehearse(
             "mode=plan without device=, which takes real steps."
         ) from error
     counts = {name: count + has_gradient[name] for name, count in gradients.items()}
-    return Rehearsed(model, tracked.timeline, StepCost.of_operators(tracked.operators, counts))
+    return StepTrace(model, tracked.timeline, StepCost.of_operators(tracked.operators, counts))
 
 
 class _NoDropout(TorchFunctionMode):
@@ -335,7 +338,7 @@ def _memory(
     }
 
 
-def _speed(spec: RunSpec, precision: Precision, host: Rehearsed, base: Rehearsed) -> dict[str, Any]:
+def _speed(spec: RunSpec, precision: Precision, host: StepTrace, base: StepTrace) -> dict[str, Any]:
     """Return the fields of a CardPlan on speed and price.
 
     Args:
@@ -384,7 +387,7 @@ def _speed(spec: RunSpec, precision: Precision, host: Rehearsed, base: Rehearsed
     return fields | {"ratio": ratio, "seconds": seconds, "parts": vars(step)}
 
 
-def _step(spec: RunSpec, rehearsed: Rehearsed, micro: StepSeconds) -> StepSeconds:
+def _step(spec: RunSpec, rehearsed: StepTrace, micro: StepSeconds) -> StepSeconds:
     """Return the time of a step of all micro-batches on all cards, from that of one.
 
     Args:

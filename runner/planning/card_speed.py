@@ -30,7 +30,7 @@ class Fit:
         product: time of a product within a step over its time at the card's ceiling.
         narrow_product: the same of products in FP8 and FP4, as their widths grow.
         narrow_width: width at which a narrow product takes twice that time.
-        rates: share of a format's rate that a recipe's kernels reach.
+        rowwise, block, mxfp8: share of the format's rate that a recipe's kernels reach.
         tf32: the same of products in TF32.
         error: of the logarithm of a speed ratio: half the width of its 80 % interval, for each
             time that a step gains or loses over the step's time.
@@ -252,7 +252,7 @@ def recipe_change(cost: StepCost, card: DeviceSpec, recipe: Recipe, fit: Fit = F
             continue
         rows, width, outputs = one.shape
         # A forward that is computed again belongs to a backward that is counted already.
-        products = 1 if one.is_again else min(recipe.products, 1 + one.gradients)
+        products = 1 if one.is_recomputation else min(recipe.products, 1 + one.gradients)
         narrow_seconds = (1 + fit.narrow_width / min(width, outputs)) * one.flops / narrow
         gain += number * products * (one.flops / wide - narrow_seconds)
         covered += number * products * one.flops / wide
@@ -260,7 +260,7 @@ def recipe_change(cost: StepCost, card: DeviceSpec, recipe: Recipe, fit: Fit = F
         limit += number * products * one.flops * (1 / wide - 1 / ceiling)
         of_input, of_weight, of_gradient = recipe.casts
         cast = of_input * rows * width + of_weight * one.weight
-        if one.is_again or not one.gradients:
+        if one.is_recomputation or not one.gradients:
             cast /= 2  # of the forward alone
         else:
             cast += of_gradient * rows * outputs

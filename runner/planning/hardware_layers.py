@@ -14,7 +14,7 @@ _BYTES = {"nvfp4": 9 / 16, "mxfp8": 33 / 32, "block": 33 / 32}
 """Bytes of an element with its share of the scales, by kind of recipe; 1 for the others."""
 
 
-class _Held(NamedTuple):
+class _Footprint(NamedTuple):
     """Bytes of an element that a layer's products hold.
 
     Attributes:
@@ -28,14 +28,14 @@ class _Held(NamedTuple):
     copy: float
 
 
-class _HeldProducts(torch.autograd.Function):
+class _FootprintProducts(torch.autograd.Function):
     """The products of a linear layer for tensors without values, with what a library holds."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Any, held: _Held) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(_packed(rows, held.input), _packed(weight, held.weight))
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Any, held: _Footprint) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(_codes(rows, held.input), _codes(weight, held.weight))
         ctx.like = rows.new_empty(0), weight.shape, rows.shape, held, bias is not None
-        _packed(rows, held.copy)
+        _codes(rows, held.copy)
         output = rows @ weight.t()
         return output if bias is None else output.add_(bias)
 
@@ -43,7 +43,7 @@ class _HeldProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         like, weight_shape, rows_shape, held, has_bias = ctx.like
-        copies = _packed(grad, 2 * held.copy)
+        copies = _codes(grad, 2 * held.copy)
         wants_rows, wants_weight, *_ = ctx.needs_input_grad
         rows_grad = like.new_empty(rows_shape) if wants_rows else None
         weight_grad = like.new_empty(weight_shape) if wants_weight else None
@@ -51,14 +51,14 @@ class _HeldProducts(torch.autograd.Function):
         return rows_grad, weight_grad, grad.sum(0) if has_bias else None, None
 
 
-def _packed(tensor: Tensor, size: float) -> Tensor:
+def _codes(tensor: Tensor, size: float) -> Tensor:
     return tensor.new_empty(round(tensor.numel() * size), dtype=torch.uint8)
 
 
-def _forward(layer: Any, held: _Held, input: Tensor) -> Tensor:
+def _forward(layer: Any, held: _Footprint, input: Tensor) -> Tensor:
     weight = weight_matrix(layer)
     rows = input.reshape(-1, layer.in_features).to(getattr(layer, "compute_dtype", weight.dtype))
-    output: Any = _HeldProducts.apply(rows, weight, layer.bias, held)
+    output: Any = _FootprintProducts.apply(rows, weight, layer.bias, held)
     return output.view(*input.shape[:-1], layer.out_features)
 
 
@@ -77,7 +77,7 @@ def as_on_hardware(model: nn.Module, precision: Any) -> module_tape.ModuleTape:
     size = 1.0
     if isinstance(precision, TransformerEnginePrecision):
         size = _BYTES.get(precision.recipe["kind"], 1.0)
-    held = {"te_emulation": _Held(size, 2 * size, size), "bnb_linear": _Held(4, 1, 1)}
+    held = {"te_emulation": _Footprint(size, 2 * size, size), "bnb_linear": _Footprint(4, 1, 1)}
     for module in model.modules():
         for kind in type(module).__mro__:
             # A layer fused with its norm computes more than this.

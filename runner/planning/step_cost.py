@@ -220,7 +220,7 @@ class Product(NamedTuple):
         flops, bytes: see Operator.
         shape: rows, contracted width and outputs, of the forward of a watched module; empty for
             others.
-        is_again: whether that forward is computed again, in the backward.
+        is_recomputation: whether that forward is computed again, in the backward.
         gradients: how many products the backward makes of it: of the input, of the weight.
         weight: elements of the weight, of all experts of a stack.
         is_3x3: whether it is a convolution of 3 x 3 pixels and stride 1.
@@ -230,7 +230,7 @@ class Product(NamedTuple):
     flops: float
     bytes: float
     shape: tuple[int, ...] = ()
-    is_again: bool = False
+    is_recomputation: bool = False
     gradients: int = 2
     weight: int = 0
     is_3x3: bool = False
@@ -275,10 +275,10 @@ class StepCost:
             elif one.kind == PRODUCT and one.phase == UPDATE:
                 update_flops[one.dtype] += one.flops  # type: ignore[assignment]
             elif one.kind == PRODUCT:
-                is_again = bool(one.shape) and one.phase == BACKWARD
+                is_recomputation = bool(one.shape) and one.phase == BACKWARD
                 size = one.flops, one.bytes, one.shape
                 count = gradients.get(one.module, 2)
-                product = Product(one.dtype, *size, is_again, count, one.weight, one.is_3x3)
+                product = Product(one.dtype, *size, is_recomputation, count, one.weight, one.is_3x3)
                 products[product] += 1
         others = [one for one in operators if one.phase != UPDATE]
         updates = [one for one in operators if one.phase == UPDATE]

@@ -103,6 +103,13 @@ def test_a_plan_has_the_ratio_of_the_published_page():
         assert plan.ratio[1] == pytest.approx(predict(pair, FIT).ratio, rel=0.02)
 
 
+def test_a_fused_norm_is_planned_as_one_beside_its_layer():
+    words = [*WORDS, "precision=transformer-engine", "precision.emulate=true"]
+    apart, fused = (planned(*words, f"precision.fuse={value}") for value in ("false", "true"))
+    assert fused.peak == apart.peak
+    assert not fused.memory_of
+
+
 def test_the_bound_is_above_the_interval():
     plan = planned(
         *gpt_words(1, 8192, 1024, 8, 512), "precision=transformer-engine", "precision.emulate=true"

@@ -11,8 +11,10 @@ from bench.plan.fit import PAIRS, card_of, predict
 from runner.planning.card_speed import (
     FIT,
     RECIPES,
+    baseline_of,
     least_seconds,
     narrowest_width,
+    product_rate,
     recipe_change,
     recipe_of,
     speed_ratio,
@@ -106,5 +108,5 @@ def test_no_step_is_below_the_least_time_and_tf32_is_between():
 
 def test_a_card_without_bfloat16_computes_in_float16():
     card = card_of(("device=t4", "mode=plan"))
-    cost = wide_cost(512, 128)
-    assert step_seconds(cost, card, False, False).total < 1
+    assert product_rate(card, "bfloat16", False) == card.ceiling("float16") == 0.66 * 65e12
+    assert baseline_of(card) == "16-mixed"
